@@ -1,0 +1,27 @@
+# The same targets run locally and in CI. Each one sets up its environment first (fast when it is there).
+PYTHON = $$(scripts/setup.sh --python)
+
+.PHONY: setup style check test test-all test-gpu bench
+
+setup:                ## make .venv from exact pins
+	scripts/setup.sh
+
+style:                ## format and fix what can be fixed
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+check:                ## lint and types, changing nothing
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m mypy
+
+test:                 ## what CI runs
+	scripts/test.sh
+
+test-all:             ## with the long matrices
+	scripts/test.sh -m "not gpu"
+
+test-gpu:             ## on a machine with CUDA
+	scripts/test.sh -m gpu tests/gpu
+
+bench:                ## one JSON per benchmark under benchmarks/
+	$(PYTHON) -m benchmarks

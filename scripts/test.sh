@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Everything the tests need, then the tests. Arguments go to pytest: scripts/test.sh tests/unit -k digest
+# Without a -m of your own the long matrices (slow) and the tests that need CUDA (gpu) are left out.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=$(scripts/setup.sh --python)
+
+# One thread a process: results repeat and processes do not fight for cores. No compiler on CPU, no hub.
+export OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1
+
+if "$python" -m ruff --version >/dev/null 2>&1; then "$python" -m ruff check .; fi
+case " $* " in
+  *" -m "*) exec "$python" -m pytest "$@" ;;
+  *) exec "$python" -m pytest -m "not slow and not gpu" "$@" ;;
+esac

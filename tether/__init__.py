@@ -1,0 +1,1 @@
+"""What people run: the GRPO driver, its settings, data, rewards and files."""
