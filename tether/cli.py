@@ -1,4 +1,4 @@
-"""The `tether` command: the same subcommands as the modules, under one name. `tether train` is `python -m tether.train`."""
+"""The `tether` command: the modules' subcommands under one name; `tether train` is `python -m tether.train`."""
 
 from __future__ import annotations
 

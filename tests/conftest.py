@@ -1,0 +1,20 @@
+"""Fixtures that more than one test file uses."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Before torch and vLLM are imported: results repeat, nothing compiles, nothing asks a hub.
+for name, value in {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}.items():
+    os.environ.setdefault(name, value)
+
+
+@pytest.fixture(scope="session")
+def tiny_ouro(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny fp32 Ouro checkpoint at std 0.02, the one for exactness tests. Read only: other tests share it."""
+    from tests.tiny import write_ouro
+
+    return write_ouro(tmp_path_factory.mktemp("tiny_ouro"))
