@@ -6,24 +6,11 @@ means as stored: a layer that runs four times is stored once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from adapters.physical import PhysicalTensor
 from providers.ouro.config import OuroConfig
 
 GATE = "model.early_exit_gate"
 NORMS = ("input_layernorm", "input_layernorm_2", "post_attention_layernorm", "post_attention_layernorm_2")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PhysicalTensor:
-    """One stored tensor."""
-
-    shape: tuple[int, ...]
-    """Its global shape."""
-    partition_dim: int | None = None
-    """The dimension that tensor parallelism cuts; None when every rank holds the whole tensor."""
-    frozen: bool = False
-    """Not trained by default."""
 
 
 def physical_tensors(config: OuroConfig) -> dict[str, PhysicalTensor]:

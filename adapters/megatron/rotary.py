@@ -1,0 +1,28 @@
+"""Rotary position embedding over split halves, in fp32.
+
+Legend: N packed rows, D head width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rotary_embedding(positions: Tensor, *, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin [N, 1, D] of positions [N], in fp32 (in fp64 for an fp64 model).
+
+    Not a module with a buffer: Float16Module would round the frequencies to bf16, and far positions would turn wrongly.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=wide) / head_dim
+    angles = positions.to(wide)[:, None] * (1.0 / theta**exponents)
+    angles = torch.cat([angles, angles], -1)[:, None]
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns the halves of each head [N, heads, D] by their angles, computed in cos's dtype, returned in x's."""
+    wide = x.to(cos.dtype)
+    first, second = wide.chunk(2, -1)
+    return (wide * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)

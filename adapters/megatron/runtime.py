@@ -1,0 +1,128 @@
+"""Starts and stops the process groups of a trainer process, and lets ranks agree on errors.
+
+A trainer process is started by torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT in the environment) or runs alone.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from adapters.megatron import cpu_runtime
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeSettings:
+    """How the processes divide the work. What tensor and expert parallelism leave over is data parallelism."""
+
+    tensor_parallel: int = 1
+    """Ranks that share one copy of the model, each with a slice of every projection."""
+    expert_parallel: int = 1
+    """Ranks that share the experts of one copy."""
+    seed: int = 0
+    """Seeds Python, NumPy, torch and Megatron's tracker."""
+    deadline_seconds: float = 600.0
+    """Longest wait in a collective; a rank that died is an error within it, never a hang."""
+
+    def __post_init__(self) -> None:
+        rules = {
+            "tensor_parallel": (self.tensor_parallel >= 1, "an integer >= 1"),
+            "expert_parallel": (self.expert_parallel >= 1, "an integer >= 1"),
+            "seed": (0 <= self.seed < 1 << 32, "in [0, 2**32)"),
+            "deadline_seconds": (math.isfinite(self.deadline_seconds) and self.deadline_seconds > 0, "> 0"),
+        }
+        if bad := [f"{n}: got {getattr(self, n)!r}, expected {want}" for n, (ok, want) in rules.items() if not ok]:
+            raise ValueError("RuntimeSettings " + "; ".join(bad))
+
+
+def initialize(settings: RuntimeSettings) -> None:
+    """Joins the process group, builds Megatron's parallel groups and seeds every generator.
+
+    Installs the CPU runtime when no CUDA device exists. Call it once, before any model is built, on every rank.
+
+    Raises:
+        ValueError: the ranks cannot be divided as asked.
+    """
+    on_cpu = cpu_runtime.install()
+    cpu_runtime.define_missing_te_names()
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if world % (settings.tensor_parallel * settings.expert_parallel):
+        raise ValueError(
+            f"got {world} rank(s), expected a multiple of tensor_parallel * expert_parallel = "
+            f"{settings.tensor_parallel} * {settings.expert_parallel}"
+        )
+    deadline = timedelta(seconds=settings.deadline_seconds)
+    _join(on_cpu=on_cpu, world=world, deadline=deadline)
+    _divide(settings)
+    _seed(settings.seed)
+
+
+def shutdown() -> None:
+    """Leaves the groups. Idempotent."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def device() -> torch.device:
+    """Where this rank computes."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def raise_together(error: BaseException | None) -> None:
+    """Ends a phase that can fail on one rank alone: if it failed anywhere, raises on every rank.
+
+    Every rank must call it at the same point, with its own error or None; a rank that skips it strands the others until
+    their deadline.
+
+    Raises:
+        BaseException: this rank's own error, or a RuntimeError that quotes the first failing rank's.
+    """
+    failed = torch.tensor([error is not None], dtype=torch.int32, device=device())
+    dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+    if not failed.item():
+        return
+    texts: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    rank, text = next((rank, text) for rank, text in enumerate(texts) if text is not None)
+    raise RuntimeError(f"rank {rank} failed and all ranks stop: {text}")
+
+
+def _join(*, on_cpu: bool, world: int, deadline: timedelta) -> None:
+    if not on_cpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    backend = "gloo" if on_cpu else "cpu:gloo,cuda:nccl"
+    if world > 1:
+        dist.init_process_group(backend, timeout=deadline)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=deadline)
+
+
+def _divide(settings: RuntimeSettings) -> None:
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=settings.tensor_parallel,
+        expert_model_parallel_size=settings.expert_parallel,
+        distributed_timeout_minutes=settings.deadline_seconds / 60,
+    )
+
+
+def _seed(seed: int) -> None:
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
