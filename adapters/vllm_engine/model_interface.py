@@ -1,0 +1,60 @@
+"""What an out-of-tree model offers the worker, so that traces, policies and weights work without naming a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from .step import Step
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveTensor:
+    """This worker's part of one physical tensor, read back from the layout that is being served.
+
+    `dim` None means the part is the whole tensor; otherwise it is the slice from `offset` on along `dim`.
+    """
+
+    name: str
+    part: torch.Tensor
+    shape: tuple[int, ...]
+    dim: int | None = None
+    offset: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """A parsed execution policy: its numbers for the step's tables, and the largest trace value it can reach."""
+
+    vector: tuple[float, ...]
+    reach: int
+
+
+@runtime_checkable
+class TracedModel(Protocol):
+    """
+    Attributes:
+        trace_kind: the contract's name for the trace.
+        prompt_value: the trace value of every prompt token.
+        policy_width: length of `Policy.vector`.
+        step: set before each forward; None in a dummy run. The model calls `step.finish` once.
+        layer_calls, layer_tokens: how often a layer ran, and over how many tokens, since the start.
+    """
+
+    trace_kind: str
+    prompt_value: int
+    policy_width: int
+    step: Step | None
+    layer_calls: int
+    layer_tokens: int
+
+    def parse_policy(self, text: str | None) -> Policy:
+        """Raises ValueError for a text that is no policy of this model; None takes the checkpoint's own."""
+        ...
+
+    def live_tensors(self) -> Iterator[LiveTensor]:
+        """Every physical tensor, read through fused and packed layouts."""
+        ...

@@ -1,0 +1,22 @@
+"""Reads weights back from the layout that vLLM computes with, so that a fingerprint proves what is being served."""
+
+from __future__ import annotations
+
+import torch
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+
+def served_weight(module: torch.nn.Module, name: str) -> torch.Tensor:
+    """This worker's parameter, bitwise.
+
+    On CPU, vLLM packs linear weights for its matrix kernels and empties or abandons the parameter; there the weight is
+    the kernel's product with the identity, which is exact: every sum has one non-zero term. (A negative zero comes
+    back as zero, which is why digests do not tell the two apart.)
+    """
+    weight = getattr(module, name)
+    if name == "weight" and weight.device.type == "cpu" and isinstance(module, LinearBase | ParallelLMHead):
+        width = module.input_size_per_partition if isinstance(module, LinearBase) else module.embedding_dim
+        identity = torch.eye(width, dtype=weight.dtype)
+        return module.quant_method.apply(module, identity).t()
+    return weight.detach()

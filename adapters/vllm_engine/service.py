@@ -1,0 +1,159 @@
+"""The engine process's loop: takes calls, steps vLLM, sends results. One thread, so a publication meets no step."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from adapters.contract import EngineError, GenerationRequest, GenerationResult, Health, ScoreRequest, ScoreResult
+from adapters.hf_convert.directory import HFDirectory
+
+from . import messages
+from .core import Core
+from .publication import Publication
+from .settings import EngineSettings
+
+IDLE_MILLISECONDS = 500
+
+logger = logging.getLogger("tether.engine")
+
+
+class ScoreBatch:
+    """Score requests of one call: answered together, in their order."""
+
+    def __init__(self, call_id: int, request_ids: Sequence[str]) -> None:
+        self.call_id, self.order = call_id, list(request_ids)
+        self.done: dict[str, ScoreResult] = {}
+
+    @property
+    def complete(self) -> bool:
+        return len(self.done) == len(self.order)
+
+
+class Service:
+    """Answers one client over a PAIR socket until told to shut down."""
+
+    def __init__(self, settings: EngineSettings, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self.core = Core(settings)
+        directory = HFDirectory(Path(settings.model))
+        self.publication = Publication(
+            lambda method, *args: self.core.rpc("tether_weights_call", method, *args),
+            expected={name: tuple(info.shape) for name, info in directory.tensors.items()},
+            dtype=str(self.core.model_config.dtype).removeprefix("torch."),
+        )
+        self._scores: dict[str, ScoreBatch] = {}
+        self._closing = False
+        self._handlers: dict[type, Callable[[Any], Any]] = {
+            messages.Generate: self._generate,
+            messages.Abort: self._abort,
+            messages.Score: self._score,
+            messages.Begin: lambda call: self.publication.begin(call.version, call.manifest),
+            messages.Stage: lambda call: self.publication.stage(call.bucket),
+            messages.Prepare: lambda call: self.publication.prepare(),
+            messages.Commit: self._commit,
+            messages.AbortPublication: lambda call: self.publication.abort(),
+            messages.GetHealth: self._health,
+            messages.GetCounters: lambda call: self.core.rpc("tether_counters")[0],
+            messages.Shutdown: self._shutdown,
+        }
+
+    def run(self) -> None:
+        """Serves until Shutdown. An error inside vLLM's step ends the process: its state is not to be trusted."""
+        self._send(messages.Ready(pid=os.getpid(), trace_kind=self.core.trace_kind))
+        while not self._closing:
+            wait = 0 if self.core.num_running else IDLE_MILLISECONDS
+            while not self._closing and self._socket.poll(wait):
+                self._answer(messages.decode_call(self._socket.recv()))
+                wait = 0
+            if self.core.num_running and not self._closing:
+                self._deliver(self.core.step(self.publication.version))
+
+    def _answer(self, call: messages.AnyCall) -> None:
+        try:
+            value = self._handlers[type(call)](call)
+        except (EngineError, ValueError) as error:
+            self._send(messages.Failure(call_id=call.call_id, error=type(error).__name__, message=str(error)))
+            return
+        if not isinstance(call, messages.Score):  # answered when the last one is done
+            self._send(messages.Reply(call_id=call.call_id, value=value))
+
+    def _generate(self, call: messages.Generate) -> None:
+        self.publication.check_serving()
+        for request in call.requests:
+            try:
+                self.core.add(request)
+            except Exception as error:  # one bad request must not fail the others
+                self._send(messages.Result(result=self._failed(request, error)))
+
+    def _failed(self, request: GenerationRequest, error: Exception) -> GenerationResult:
+        return GenerationResult(
+            request_id=request.request_id,
+            token_ids=(),
+            logprobs=(),
+            seed=request.effective_seed,
+            version=self.publication.version,
+            finish_reason="error",
+            error=f"{type(error).__name__}: {error}",
+        )
+
+    def _abort(self, call: messages.Abort) -> None:
+        self._deliver(self.core.abort(call.request_ids, self.publication.version))
+
+    def _score(self, call: messages.Score) -> None:
+        self.publication.check_serving()
+        batch = ScoreBatch(call.call_id, [r.request_id for r in call.requests])
+        for request in call.requests:
+            self._scores[request.request_id] = batch
+            try:
+                self.core.add_score(request)
+            except Exception as error:
+                self._deliver([self._score_failed(request, error)])
+        if not call.requests:
+            self._send(messages.Reply(call_id=call.call_id, value=[]))
+
+    def _score_failed(self, request: ScoreRequest, error: Exception) -> ScoreResult:
+        message = f"{type(error).__name__}: {error}"
+        return ScoreResult(
+            request_id=request.request_id, logprobs=(), version=self.publication.version, error=message
+        )
+
+    def _commit(self, call: messages.Commit) -> None:
+        if call.in_flight == "abort":
+            self._deliver(self.core.abort_all(self.publication.version))
+        while self.core.num_running:
+            self._deliver(self.core.step(self.publication.version))
+        self.publication.commit(self.core.drop_caches)
+        logger.info("version %s is served", self.publication.version)
+
+    def _health(self, call: messages.GetHealth) -> Health:
+        publication = self.publication
+        state = "blocked" if publication.blocked else "publishing" if publication.running else "serving"
+        return Health(
+            state=state,  # type: ignore[arg-type]
+            version=publication.version,
+            num_running=self.core.num_running,
+            pid=os.getpid(),
+            reason=publication.blocked,
+        )
+
+    def _shutdown(self, call: messages.Shutdown) -> None:
+        self._closing = True
+
+    def _deliver(self, results: Sequence[GenerationResult | ScoreResult]) -> None:
+        for result in results:
+            if isinstance(result, GenerationResult):
+                self._send(messages.Result(result=result))
+                continue
+            batch = self._scores.pop(result.request_id)
+            batch.done[result.request_id] = result
+            if batch.complete:
+                self._send(messages.Reply(call_id=batch.call_id, value=[batch.done[r] for r in batch.order]))
+
+    def _send(self, answer: messages.AnyAnswer) -> None:
+        self._socket.send(messages.encode(answer))

@@ -1,0 +1,62 @@
+"""Settings of one engine, resolved once by whoever starts it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """
+    Raises:
+        ValueError: a size below 1.
+    """
+
+    model: Path
+    """Hugging Face directory: config, and the weights to start from."""
+    log_path: Path
+    """File that gets the engine process's output."""
+    max_model_len: int
+    """Longest sequence, prompt and response together, in tokens."""
+    dtype: str = "auto"
+    """Dtype of weights and activations: float32, bfloat16, or auto (what the checkpoint declares)."""
+    execution: str | None = None
+    """Execution policy of requests that name none; None takes the checkpoint's own."""
+    max_num_seqs: int = 64
+    """Requests decoded at the same time."""
+    max_num_batched_tokens: int = 2048
+    """Tokens of one scheduler step; longer prompts are computed in chunks."""
+    kv_cache_bytes: int | None = None
+    """Memory of the KV cache; None lets vLLM take gpu_memory_utilization of the device."""
+    gpu_memory_utilization: float = 0.9
+    """Share of the device's memory that vLLM may use when kv_cache_bytes is None."""
+    num_kv_blocks: int | None = None
+    """Overrides the number of cache blocks; few of them force preemption."""
+    block_size: int = 32
+    """Tokens of a cache block."""
+    enable_prefix_caching: bool = True
+    """Share the blocks of common prompt prefixes."""
+    tensor_parallel: int = 1
+    """Workers over which each layer is split."""
+    seed: int = 0
+    """vLLM's own seed; requests carry theirs."""
+    start_seconds: float = 300.0
+    """Longest wait for the engine to come up."""
+    deadline_seconds: float = 600.0
+    """Longest wait for an answer, or for the next result while generating."""
+
+    def __post_init__(self) -> None:
+        sizes = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "tensor_parallel")
+        if bad := [f"{name}={getattr(self, name)!r}" for name in sizes if getattr(self, name) < 1]:
+            raise ValueError(f"engine settings: got {', '.join(bad)}, expected at least 1")
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), default=str)
+
+    @classmethod
+    def from_json(cls, text: str) -> EngineSettings:
+        values = json.loads(text)
+        return cls(**{**values, "model": Path(values["model"]), "log_path": Path(values["log_path"])})

@@ -1,0 +1,105 @@
+"""Buckets of tensors in shared memory: how weights travel from a trainer to the workers of an engine.
+
+A bucket is a file in memory (/dev/shm where it exists), named after the process that owns it, so that the next start
+can remove what a killed process left behind. Workers map it; nothing is pickled or sent through a socket.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+import torch
+
+BUCKET_BYTES = 256 << 20
+ALIGNMENT = 64
+_PREFIX = "tether-weights"
+_counter = itertools.count()
+
+
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one tensor lies in a bucket."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+    num_bytes: int
+
+
+class Bucket(msgspec.Struct, frozen=True, kw_only=True):
+    """A file of tensors that is still on disk; whoever wrote it removes it."""
+
+    path: str
+    placements: tuple[Placement, ...]
+
+
+def memory_directory() -> Path:
+    """Where buckets live: memory-backed where the system has it."""
+    shm = Path("/dev/shm")
+    return shm if shm.is_dir() and os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def remove_abandoned() -> list[Path]:
+    """Removes the buckets of processes that no longer run. Returns what was removed."""
+    removed = []
+    for path in memory_directory().glob(f"{_PREFIX}-*"):
+        owner = path.name.removeprefix(f"{_PREFIX}-").partition("-")[0]
+        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+            path.unlink(missing_ok=True)
+            removed.append(path)
+    return removed
+
+
+def write_buckets(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Bucket]:
+    """Copies tensors into buckets of about BUCKET_BYTES, in the order they come; a large tensor gets its own."""
+    group: list[tuple[str, torch.Tensor]] = []
+    size = 0
+    for name, tensor in tensors:
+        if group and size + tensor.nbytes > BUCKET_BYTES:
+            yield _write(group)
+            group, size = [], 0
+        group.append((name, tensor))
+        size += _aligned(tensor.nbytes)
+    if group:
+        yield _write(group)
+
+
+def remove_buckets(buckets: Iterable[Bucket]) -> None:
+    """Removes the files. Workers that mapped them keep their mapping."""
+    for bucket in buckets:
+        Path(bucket.path).unlink(missing_ok=True)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _write(group: list[tuple[str, torch.Tensor]]) -> Bucket:
+    placements, offset = [], 0
+    for name, tensor in group:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        placements.append(
+            Placement(name=name, shape=tuple(tensor.shape), dtype=dtype, offset=offset, num_bytes=tensor.nbytes)
+        )
+        offset += _aligned(tensor.nbytes)
+    path = memory_directory() / f"{_PREFIX}-{os.getpid()}-{next(_counter)}"
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, max(offset, 1))
+        memory = mmap.mmap(descriptor, max(offset, 1))
+        target = torch.frombuffer(memory, dtype=torch.uint8)
+        for place, (_, tensor) in zip(placements, group, strict=True):
+            flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            target[place.offset : place.offset + place.num_bytes].copy_(flat)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
+    return Bucket(path=str(path), placements=tuple(placements))

@@ -1,0 +1,108 @@
+"""One worker's part in a publication: stage, prepare, commit, and the way back.
+
+Until `commit` nothing that is served changes: staged tensors are views of shared memory. Commit loads them in place
+(vLLM's own reload, so addresses and captured graphs stay valid) and returns a fingerprint read back from the live
+weights. What served before is retained until the next commit has been verified, so that `rollback` can restore it.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+from adapters.contract import Manifest, Version
+from adapters.hf_convert.digest import partial_digest, tensor_digest
+from adapters.hf_convert.directory import HFDirectory
+
+from .shared_memory import Placement
+
+Fingerprint = dict[str, tuple[int, bool]]
+"""Per physical tensor: this worker's digest of its part, and whether the part is only one of several."""
+
+
+class LiveWeights:
+    """The weights of one worker."""
+
+    def __init__(self, *, runner: Any, vllm_config: Any) -> None:
+        self._runner, self._vllm_config = runner, vllm_config
+        self._staged: dict[str, torch.Tensor] = {}
+        self._previous: Callable[[], Iterable[tuple[str, torch.Tensor]]] = self._from_directory
+        self._current = self._previous
+        self._version: Version | None = None
+        self._half_loaded = False
+
+    def stage(self, path: str, placements: list[Placement]) -> None:
+        """Maps a bucket of shared memory; its tensors are views. Staging a bucket again replaces it."""
+        with open(path, "rb") as file:
+            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        buffer = torch.frombuffer(memory, dtype=torch.uint8)
+        for place in placements:
+            flat = buffer[place.offset : place.offset + place.num_bytes].view(getattr(torch, place.dtype))
+            self._staged[place.name] = flat.view(place.shape)
+
+    def prepare(self, manifest: Manifest) -> list[str]:
+        """Everything wrong with what was staged, one line each; nothing served has changed."""
+        problems = [f"{name}: not in the manifest" for name in self._staged.keys() - {t.name for t in manifest.tensors}]
+        for spec in manifest.tensors:
+            tensor = self._staged.get(spec.name)
+            if tensor is None:
+                problems.append(f"{spec.name}: never staged")
+            elif tuple(tensor.shape) != spec.shape or str(tensor.dtype) != f"torch.{spec.dtype}":
+                problems.append(f"{spec.name}: staged as {tuple(tensor.shape)} {tensor.dtype}, not as in the manifest")
+            elif not torch.isfinite(tensor).all():
+                problems.append(f"{spec.name}: holds values that are not finite")
+            elif tensor_digest(tensor) != spec.digest:
+                problems.append(f"{spec.name}: content differs from the manifest's digest {spec.digest}")
+        return sorted(problems)
+
+    def commit(self, version: Version) -> Fingerprint:
+        """Loads the staged tensors in place -> fingerprint of the live weights. On an error, call `rollback`."""
+        staged, self._staged = self._staged, {}
+        self._load(staged.items())
+        self._previous, self._current, self._version = self._current, staged.items, version
+        return self.fingerprint()
+
+    def rollback(self, version: Version) -> Fingerprint:
+        """Undoes the commit of a version, whether it succeeded here, failed half-way, or never began."""
+        self._staged = {}
+        if self._half_loaded:
+            with set_current_vllm_config(self._vllm_config):
+                finalize_layerwise_reload(self._runner.get_model(), self._vllm_config.model_config)
+            self._load(self._current())
+        elif self._version == version:
+            self._load(self._previous())
+            self._current, self._version = self._previous, None
+        return self.fingerprint()
+
+    def discard(self) -> None:
+        """Forgets what was staged."""
+        self._staged = {}
+
+    def fingerprint(self) -> Fingerprint:
+        """Digest parts of every live tensor; over all workers the parts of a tensor add up to its digest."""
+        return {
+            live.name: (
+                partial_digest(live.part, shape=live.shape, dim=live.dim or 0, offset=live.offset),
+                tuple(live.part.shape) != live.shape,
+            )
+            for live in self._runner.get_model().live_tensors()
+        }
+
+    def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._half_loaded = True
+        with set_current_vllm_config(self._vllm_config):
+            self._runner.reload_weights(weights_iterator=iter(tensors))
+        self._half_loaded = False
+
+    def _from_directory(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights the engine started from, read again from disk."""
+        config = self._vllm_config.model_config
+        directory = HFDirectory(Path(config.model))
+        for name in directory.tensors:
+            yield name, directory.read(name).to(config.dtype)

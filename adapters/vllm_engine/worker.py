@@ -1,0 +1,150 @@
+"""The worker's side: gives the model its step, keeps traces and scores, and changes weights as a transaction.
+
+Loaded by vLLM as `worker_extension_cls`; its methods are called through `collective_rpc` on every worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.forward_context import get_forward_context
+
+from . import patches
+from .model_interface import Policy, TracedModel
+from .records import Record, Records, ScoreOrder
+from .step import Step
+from .weights import LiveWeights
+
+SCORE_ROWS = 1024  # rows of logits alive at once while scoring
+
+
+class TetherWorker:
+    """Mixed into vLLM's worker. Every public name starts with `tether_`, so that it cannot meet one of vLLM's."""
+
+    model_runner: Any
+
+    def tether_install(self, default_policy: str | None) -> str:
+        """Hooks the model runner. Called once, before the first request. Returns the model's trace kind."""
+        runner, model = self.model_runner, self.model_runner.get_model()
+        if not isinstance(model, TracedModel):
+            raise RuntimeError(
+                f"{type(model).__name__} is not Tether's model for vLLM: the plugin did not register it"
+            )
+        self._tether_default = model.parse_policy(default_policy)
+        self._tether_policies: dict[str, Policy] = {}
+        self.tether_records = Records(policy_width=model.policy_width)
+        self.tether_weights = LiveWeights(runner=runner, vllm_config=self.vllm_config)  # type: ignore[attr-defined]
+        self._hook_forward(runner, model)
+        self._hook_removed(runner)
+        patches.rewind_discarded_draws(runner)
+        return model.trace_kind
+
+    def tether_check_policy(self, text: str) -> str | None:
+        """None if the text is a policy of this model, else what is wrong with it."""
+        try:
+            self._policy(text)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def tether_take(self, request_ids: Sequence[str]) -> list[Record | None]:
+        """The records of finished requests, each once."""
+        return [self.tether_records.take(r) for r in request_ids]
+
+    def tether_counters(self) -> dict[str, int]:
+        """Layer executions, tokens in them, and records held, since the start."""
+        model = self.model_runner.get_model()
+        return {
+            "layer_calls": model.layer_calls,
+            "layer_tokens": model.layer_tokens,
+            "records": len(self.tether_records),
+        }
+
+    def tether_weights_call(self, method: str, *args: Any) -> Any:
+        """Calls a step of the weight transaction on this worker."""
+        return getattr(self.tether_weights, method)(*args)
+
+    def _policy(self, text: str | None) -> Policy:
+        if text is None:
+            return self._tether_default
+        if text not in self._tether_policies:
+            self._tether_policies[text] = self.model_runner.get_model().parse_policy(text)
+        return self._tether_policies[text]
+
+    def _hook_forward(self, runner: Any, model: TracedModel) -> None:
+        original = runner._model_forward
+        patches.expect_parameters(original, ["input_ids", "positions", "intermediate_tensors", "inputs_embeds"])
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not get_forward_context().attn_metadata:  # a dummy run has no requests
+                return original(*args, **kwargs)
+            self._open_records(runner, model)
+            model.step = step = Step(runner, self.tether_records)
+            try:
+                hidden = original(*args, **kwargs)
+            finally:
+                model.step = None
+            self._score(step, hidden, model)
+            return hidden
+
+        runner._model_forward = forward
+
+    def _open_records(self, runner: Any, model: TracedModel) -> None:
+        batch = runner.input_batch
+        for request_id in batch.req_ids[: batch.num_reqs]:
+            if request_id in self.tether_records:
+                continue
+            state = runner.requests[request_id]
+            extra = state.sampling_params.extra_args or {}
+            prompt = len(state.prompt_token_ids)
+            policy = self._policy(extra.get("execution"))
+            given = extra.get("trace")
+            if given is not None:
+                known = np.frombuffer(given, np.uint8)
+            else:
+                known = np.full(prompt, model.prompt_value, np.uint8)
+            order = None
+            if "targets" in extra:
+                targets = np.asarray(extra["targets"], np.int64)
+                order = ScoreOrder(first=extra["first"], targets=targets, temperature=extra["temperature"])
+            self.tether_records.open(
+                request_id,
+                known=known,
+                capacity=prompt + state.sampling_params.max_tokens,
+                reach=policy.reach if given is None else int(known.max()),
+                policy=policy.vector,
+                order=order,
+            )
+
+    def _hook_removed(self, runner: Any) -> None:
+        """vLLM's own hook for what belongs to a request: called once it has finished or was aborted."""
+        original = runner._on_request_state_removed
+        patches.expect_parameters(original, ["req_id", "req_state"])
+
+        def removed(req_id: str, req_state: Any) -> None:
+            original(req_id, req_state)
+            self.tether_records.close(req_id)
+
+        runner._on_request_state_removed = removed
+
+    def _score(self, step: Step, hidden: torch.Tensor, model: Any) -> None:
+        """Selected log-probs of the score requests in this step, by the sampler's own arithmetic."""
+        for i, slot in enumerate(step.request_slots):
+            if (order := self.tether_records.order(slot)) is None:
+                continue
+            rows = np.arange(step.bounds[i], step.bounds[i + 1])
+            wanted = step.position[rows] - order.first
+            rows = rows[(wanted >= 0) & (wanted < len(order.targets))]
+            for chunk in np.split(rows, range(SCORE_ROWS, len(rows), SCORE_ROWS)):
+                if not len(chunk):
+                    continue
+                first = int(step.position[chunk[0]] - order.first)
+                logits = model.compute_logits(hidden[step.index(chunk)]).to(torch.float32)
+                temperature = torch.tensor(order.temperature, dtype=torch.float32, device=logits.device)
+                logprobs = logits.div_(temperature).log_softmax(-1, dtype=torch.float32)
+                targets = step.index(order.targets[first : first + len(chunk)])
+                selected = logprobs.gather(1, targets[:, None])[:, 0]
+                self.tether_records.write_scores(slot, first, selected.cpu().numpy())

@@ -1,0 +1,154 @@
+"""What an Ouro trace means: how many loops each token ran, and the rule that decides it. Shared by trainer and engine.
+
+With T loops in all and P prompt tokens, row p of a trace is the number of loops of input token p: T for each prompt
+token, and for generated token i (row P + i) the number it ran as an input when it produced token i + 1. The last
+generated token never was an input and has no row. Hence `exit_depths[0] == T` and `exit_depths[i + 1]` is row P + i.
+
+Exit rule, in fp32: chance_d = sigmoid(gate(h_d)); the chance to leave at loop d is chance_d * prod_{j<d}(1 - chance_j);
+the rule fires at the first d where the sum of these reaches the threshold. A threshold >= 1 never fires, by
+definition: in fp32 the sum can reach 1.0 although no exit is certain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from adapters.contract import Trace
+
+KIND = "loops"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DepthPolicy:
+    """Depth of a generated token: min(max(d, min_loops) + delay, max_loops), the rule having fired at loop d."""
+
+    min_loops: int
+    max_loops: int
+    threshold: float = 1.0
+    delay: int = 0
+
+    @classmethod
+    def parse(cls, text: str, num_loops: int) -> DepthPolicy:
+        """Reads "full", "fixed:K", "early:THRESHOLD:MIN:MAX" or "delayed:THRESHOLD:MIN:MAX".
+
+        Raises:
+            ValueError: the text is none of these, or not 1 <= MIN <= MAX <= num_loops, or THRESHOLD is not > 0.
+        """
+        kind, *rest = text.split(":")
+        try:
+            if kind == "full" and not rest:
+                policy = cls(min_loops=num_loops, max_loops=num_loops)
+            elif kind == "fixed":
+                (loops,) = map(int, rest)
+                policy = cls(min_loops=loops, max_loops=loops)
+            elif kind in ("early", "delayed"):
+                threshold, low, high = rest
+                policy = cls(
+                    min_loops=int(low), max_loops=int(high), threshold=float(threshold), delay=int(kind == "delayed")
+                )
+            else:
+                raise ValueError
+        except ValueError:
+            raise ValueError(
+                f"depth: got {text!r}, expected full, fixed:K, early:THRESHOLD:MIN:MAX or delayed:THRESHOLD:MIN:MAX"
+            ) from None
+        if not 1 <= policy.min_loops <= policy.max_loops <= num_loops:
+            raise ValueError(f"depth: got {text!r}, expected 1 <= MIN <= MAX <= {num_loops} loops")
+        if not policy.threshold > 0:
+            raise ValueError(f"depth: got {text!r}, expected a threshold > 0")
+        return policy
+
+    @property
+    def vector(self) -> tuple[float, float, float, float]:
+        """(min_loops, max_loops, threshold, delay), as `DepthPlan` takes them."""
+        return float(self.min_loops), float(self.max_loops), self.threshold, float(self.delay)
+
+
+class DepthPlan:
+    """Which tokens of one engine step run each loop: host-side bookkeeping over arrays, no loop over tokens.
+
+    Tokens with a recorded depth follow it; the others follow their request's policy. The model asks before a loop who
+    might leave after it (their keys and values must be kept) and tells after it for whom the rule has fired.
+    """
+
+    def __init__(self, *, recorded: np.ndarray, policies: np.ndarray, reach: np.ndarray) -> None:
+        """
+        Args:
+            recorded: [n] integers, the depth a token must have, 0 where the policy decides.
+            policies: [n, 4] floats, each token's `DepthPolicy.vector`.
+            reach: [n] integers, the deepest loop in which a later token may read a token's keys and values.
+        """
+        self.low, self.high = policies[:, 0].astype(np.int64), policies[:, 1].astype(np.int64)
+        self.threshold, self.delay = policies[:, 2].astype(np.float32), policies[:, 3].astype(np.int64)
+        self.reach = reach
+        gated = (self.low < self.high) & (self.threshold < 1)
+        self.depth = np.where(recorded > 0, recorded, np.where(gated, 0, self.high))
+        self.undecided = self.depth == 0
+        self.active = np.arange(len(recorded))
+
+    @property
+    def needs_gate(self) -> bool:
+        """True if an active token's depth still depends on the gate."""
+        return bool(self.undecided[self.active].any())
+
+    def may_leave(self, loop: int) -> np.ndarray:
+        """Indices into the active tokens: those that may leave after this loop while deeper planes can be read."""
+        rows = self.active
+        leaving = np.where(self.undecided[rows], self.low[rows] <= loop, self.depth[rows] == loop)
+        return np.flatnonzero(leaving & (self.reach[rows] > loop))
+
+    def finish(self, loop: int, mass: np.ndarray | None) -> np.ndarray:
+        """Ends a loop: [active] bool, who leaves now. `mass`: [active] fp32 exit mass so far, None without a gate.
+
+        Updates `active` to those that stay.
+        """
+        rows = self.active
+        if mass is not None:
+            undecided = self.undecided[rows]
+            fired = undecided & (mass >= self.threshold[rows])
+            decided = np.minimum(np.maximum(loop, self.low[rows]) + self.delay[rows], self.high[rows])
+            self.depth[rows] = np.where(fired, decided, self.depth[rows])
+            exhausted = undecided & ~fired & (self.high[rows] <= loop)
+            self.depth[rows] = np.where(exhausted, loop, self.depth[rows])
+            self.undecided[rows] = undecided & ~fired & ~exhausted
+        leaving = ~self.undecided[rows] & (self.depth[rows] <= loop)
+        self.active = rows[~leaving]
+        return leaving
+
+
+def to_trace(loops: Sequence[int]) -> Trace:
+    """A contract trace of the loops each input token ran."""
+    return Trace(KIND, (len(loops),), bytes(loops))
+
+
+def loops_of(trace: Trace | None, *, num_prompt_tokens: int, num_tokens: int, num_loops: int, where: str) -> list[int]:
+    """The loops of each of the num_tokens - 1 input tokens, checked.
+
+    Raises:
+        ValueError: the trace is missing, of another kind or length, holds a value outside 1..num_loops, or a prompt
+            token did not run all loops; names `where` (the sample) and the first bad position.
+    """
+    if trace is None or trace.kind != KIND:
+        got = "no trace" if trace is None else f"a trace of {trace.kind!r}"
+        raise ValueError(f"{where}: got {got}, expected one of {KIND!r}")
+    if trace.shape != (num_tokens - 1,):
+        raise ValueError(
+            f"{where}: got a trace of shape {trace.shape!r}, expected ({num_tokens - 1},): one row per input token"
+        )
+    loops = list(trace.data)
+    for position, depth in enumerate(loops):
+        low = num_loops if position < num_prompt_tokens else 1
+        if not low <= depth <= num_loops:
+            kind = "prompt" if position < num_prompt_tokens else "generated"
+            raise ValueError(
+                f"{where}: {kind} token at position {position} ran {depth} loops, expected {low}..{num_loops}"
+            )
+    return loops
+
+
+def exit_depths(loops: Sequence[int], num_prompt_tokens: int, num_loops: int) -> list[int]:
+    """One depth per generated token: the first was sampled from a full-depth state."""
+    return [num_loops, *loops[num_prompt_tokens:]]

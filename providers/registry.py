@@ -1,0 +1,40 @@
+"""Finds a provider by the exact Hugging Face `model_type`, and registers all of them with vLLM.
+
+Providers are imported lazily and part by part: a trainer never loads an engine's code, an engine never a trainer's.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Literal
+
+PROVIDERS = {"ouro": "providers.ouro"}
+
+Part = Literal["config", "physical", "trace", "model", "engine"]
+
+
+def provider(model_type: str, part: Part) -> ModuleType:
+    """The module `providers.<name>.<part>` for a model type.
+
+    Raises:
+        ValueError: no provider has this model type.
+    """
+    if model_type not in PROVIDERS:
+        raise ValueError(
+            f"config.json: got model_type {model_type!r}, expected one of {sorted(PROVIDERS)}. "
+            "docs/adding-a-model.md says how to add one"
+        )
+    return importlib.import_module(f"{PROVIDERS[model_type]}.{part}")
+
+
+def register_vllm() -> None:
+    """Entry point `vllm.general_plugins`: runs in every vLLM process, before any model is built. Idempotent.
+
+    vLLM only logs a plugin that raises; the engine process checks `patches.applied()` and refuses to start without us.
+    """
+    from adapters.vllm_engine import patches
+
+    for model_type in PROVIDERS:
+        provider(model_type, "engine").register()
+    patches.apply()
