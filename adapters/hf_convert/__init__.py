@@ -1,0 +1,1 @@
+"""Hugging Face directories as streams of physical tensors: reading, checking, digests and export."""

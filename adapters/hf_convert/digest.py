@@ -1,0 +1,112 @@
+"""Content digests of tensors that add up: the digests of disjoint parts of a tensor sum to the digest of the whole.
+
+    digest(x) = sum over all elements i of  mix(bits(x[i]) + (i + 1) * GOLDEN)   mod 2**64
+
+`bits` is the element's bit pattern read as a signed integer of its width, `i` its flat row-major index in the *global*
+tensor, GOLDEN the odd integer closest to 2**64 / golden ratio (the increment of splitmix64), and `mix` the bijection
+
+    z ^= z >> 32;  z *= MULTIPLIER;  z ^= z >> 32;  z *= MULTIPLIER;  z ^= z >> 32
+
+(shifts are logical; constant and structure are degski's 64-bit finaliser). Shifting by half a word costs one strided
+XOR of the two 32-bit halves, in place. All of it is integer arithmetic that wraps, so the value is the same on every
+device and for every partition and order of summation; a shard only needs to know its place.
+
+It sees what a sum of values does not: two elements exchanged, a shard put in another's place, -0.0 against 0.0, the
+payload of a NaN. One changed element always changes the digest; other changes go unseen with probability 2**-64. It
+is a checksum against mistakes, not a cryptographic hash: whoever wants a collision can construct one. Dtype and shape
+are not part of it and are compared beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+
+GOLDEN = 0x9E3779B97F4A7C15
+MULTIPLIER = 0xD6E8FEB86659FD93
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """The digest of a whole tensor, 16 hex digits. Reads it once; needs no more than a few MB beside it."""
+    return render_digest(partial_digest(tensor, shape=tensor.shape))
+
+
+def render_digest(total: int) -> str:
+    """The text of a digest from the sum of its parts, which may be signed and of any size."""
+    return f"{total % 2**64:016x}"
+
+
+def partial_digest(part: torch.Tensor, *, shape: Sequence[int], dim: int = 0, offset: int = 0) -> int:
+    """What one part contributes to the digest of a tensor: an integer in [0, 2**64).
+
+    Args:
+        part: the elements at [offset, offset + part.shape[dim]) along `dim` of the global tensor, whole in every other
+            dimension. A tensor that is not contiguous is copied first.
+        shape: of the global tensor.
+        dim: the dimension that is cut.
+        offset: where the part begins along `dim`.
+
+    Raises:
+        ValueError: the part does not fit into the global tensor there.
+    """
+    _check_place(tuple(part.shape), tuple(shape), dim, offset)
+    if part.numel() == 0:
+        return 0
+    num_rows, inner = math.prod(part.shape[:dim]), math.prod(part.shape[dim + 1 :])
+    stride = shape[dim] * inner if shape else 1
+    bits = part.detach().contiguous().reshape(-1).view(_INTEGERS[part.element_size()]).view(num_rows, -1)
+    return _sum_of_mixed(bits, first=offset * inner, stride=stride)
+
+
+def _check_place(part: tuple[int, ...], shape: tuple[int, ...], dim: int, offset: int) -> None:
+    if part == shape and offset == 0:
+        return
+    fits = len(part) == len(shape) and 0 <= dim < len(shape) and 0 <= offset <= shape[dim] - part[dim]
+    if not fits or part[:dim] + part[dim + 1 :] != shape[:dim] + shape[dim + 1 :]:
+        raise ValueError(
+            f"digest: a part of shape {part} at {offset} along dimension {dim} is outside of shape {shape}"
+        )
+
+
+def _sum_of_mixed(bits: torch.Tensor, *, first: int, stride: int) -> int:
+    """`bits[r, c]` is element `first + r * stride + c` of the global tensor."""
+    device = bits.device
+    tile_elements = 1 << 16 if device.type == "cpu" else 1 << 22  # two halves in the L2 cache; few kernel launches
+    columns = min(bits.shape[1], tile_elements)
+    rows = min(bits.shape[0], tile_elements // columns)
+    scratch = torch.empty(rows * columns, dtype=torch.int64, device=device)
+    column_keys = torch.arange(columns, dtype=torch.int64, device=device) * _signed(GOLDEN)
+    row_keys = torch.arange(rows, dtype=torch.int64, device=device)[:, None] * _signed(stride * GOLDEN)
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for row, column, tile in _tiles(bits, rows, columns):
+        height, width = tile.shape
+        mixed = scratch[: height * width].view(height, width)
+        torch.add(tile, column_keys[:width], out=mixed)
+        mixed.add_(row_keys[:height] + _signed((first + row * stride + column + 1) * GOLDEN))
+        total += _mix_(mixed).sum()
+    return int(total) % 2**64
+
+
+def _tiles(bits: torch.Tensor, rows: int, columns: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+    for row in range(0, bits.shape[0], rows):
+        for column in range(0, bits.shape[1], columns):
+            yield row, column, bits[row : row + rows, column : column + columns]
+
+
+def _mix_(z: torch.Tensor) -> torch.Tensor:
+    """`mix` of the module's docstring, in place. Little-endian, as all that torch runs on: the low half comes first."""
+    halves = z.view(torch.int32)
+    low, high = halves[..., ::2], halves[..., 1::2]
+    for _ in range(2):
+        low ^= high
+        z.mul_(_signed(MULTIPLIER))
+    low ^= high
+    return z
+
+
+def _signed(value: int) -> int:
+    """The int64 that has the low 64 bits of `value`."""
+    return (value + 2**63) % 2**64 - 2**63

@@ -1,0 +1,99 @@
+"""The digest: its formula, that parts add up wherever a tensor is cut, and that it sees what sums do not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adapters.hf_convert.digest import partial_digest, render_digest, tensor_digest
+from adapters.hf_convert.manifest import manifest_of
+
+WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def plain_digest(tensor: torch.Tensor) -> str:
+    """The documented formula in Python integers."""
+    total = 0
+    for index, bits in enumerate(tensor.contiguous().view(-1).view(WIDTH[tensor.element_size()]).tolist()):
+        z = (bits + (index + 1) * 0x9E3779B97F4A7C15) % 2**64
+        for _ in range(2):
+            z = (z ^ z >> 32) * 0xD6E8FEB86659FD93 % 2**64
+        total += z ^ z >> 32
+    return f"{total % 2**64:016x}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8])
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (2, 3, 4), (0, 4)])
+def test_formula(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """`tensor_digest` is the formula of its docstring, for every dtype width, scalars and empty tensors."""
+    tensor = (torch.randn(shape) * 50).to(dtype)
+    assert tensor_digest(tensor) == plain_digest(tensor)
+
+
+def test_larger_than_a_tile() -> None:
+    """Tiling changes nothing: more elements than a tile holds, in one row and in many."""
+    tensor = torch.randn(3, 70_000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert tensor_digest(tensor) == plain_digest(tensor) == tensor_digest(tensor.view(-1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_parts_add_up(data: st.DataObject) -> None:
+    """However a tensor is cut, along any dimension into uneven parts, the parts sum to the whole."""
+    shape = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    cuts = sorted(data.draw(st.sets(st.integers(1, shape[dim] - 1)))) if shape[dim] > 1 else []
+    tensor = torch.randn(shape)
+    bounds = zip([0, *cuts], [*cuts, shape[dim]], strict=True)
+    parts = [
+        partial_digest(tensor.narrow(dim, low, high - low), shape=shape, dim=dim, offset=low) for low, high in bounds
+    ]
+    assert render_digest(sum(parts)) == tensor_digest(tensor)
+    signed = [part - 2**64 if part >= 2**63 else part for part in parts]  # as an int64 all-reduce would carry them
+    assert render_digest(sum(signed)) == tensor_digest(tensor)
+
+
+def test_parts_of_a_large_matrix_add_up() -> None:
+    """Row-parallel and column-parallel shards of a matrix that spans many tiles."""
+    tensor = torch.randn(512, 640)
+    for dim in (0, 1):
+        shards = tensor.chunk(4, dim)
+        width = shards[0].shape[dim]
+        parts = [partial_digest(s, shape=(512, 640), dim=dim, offset=i * width) for i, s in enumerate(shards)]
+        assert render_digest(sum(parts)) == tensor_digest(tensor)
+        moved = [partial_digest(s, shape=(512, 640), dim=dim, offset=(3 - i) * width) for i, s in enumerate(shards)]
+        assert render_digest(sum(moved)) != tensor_digest(tensor)
+
+
+@pytest.mark.parametrize("change", ["swap", "one bit", "negative zero", "zeros elsewhere"])
+def test_changes_are_seen(change: str) -> None:
+    """Changes that keep the sum, the multiset or the numeric value of the elements still change the digest."""
+    tensor = torch.zeros(64)
+    tensor[:3] = torch.tensor([1.0, 2.0, 3.0])
+    changed = tensor.clone()
+    if change == "swap":
+        changed[0], changed[1] = tensor[1], tensor[0]
+    elif change == "one bit":
+        changed.view(torch.int32)[40] = 1
+    elif change == "negative zero":
+        changed[40] = -0.0
+    else:
+        changed = changed.roll(1)
+    assert tensor_digest(changed) != tensor_digest(tensor)
+
+
+def test_part_outside_is_refused() -> None:
+    """A part that does not fit at its place is an error, not a wrong digest."""
+    with pytest.raises(ValueError, match=r"part of shape \(2, 3\) at 3 along dimension 0 is outside of shape \(4, 3\)"):
+        partial_digest(torch.zeros(2, 3), shape=(4, 3), offset=3)
+
+
+def test_manifest_describes_each_tensor() -> None:
+    """The manifest keeps the order, names dtypes in words, and its own digest ignores the order."""
+    tensors = {"b": torch.ones(2, 3, dtype=torch.bfloat16), "a": torch.zeros(4)}
+    manifest = manifest_of(tensors.items())
+    assert [(t.name, t.shape, t.dtype) for t in manifest.tensors] == [("b", (2, 3), "bfloat16"), ("a", (4,), "float32")]
+    assert manifest.digest == manifest_of(reversed(tensors.items())).digest
+    assert manifest.digest != manifest_of({**tensors, "a": torch.ones(4)}.items()).digest
