@@ -219,4 +219,3 @@ def _engine_args(settings: EngineSettings) -> EngineArgs:
         async_scheduling=False,
         disable_log_stats=True,
     )
-

@@ -29,14 +29,12 @@ from adapters.contract import (
     GenerationRequest,
     GenerationResult,
     Health,
-    Manifest,
     PublishReport,
     ScoreRequest,
     ScoreResult,
-    TensorSpec,
     Version,
 )
-from adapters.hf_convert.digest import tensor_digest
+from adapters.hf_convert.manifest import manifest_of
 
 from . import messages, shared_memory
 from .process import environment
@@ -140,19 +138,22 @@ class LocalEngine:
             in_flight: what happens to running requests before commit: they finish, or end with what they have.
         """
         clock = _Clock()
-        buckets, specs = [], []
+        buckets: list[shared_memory.Bucket] = []
         pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
         try:
-            buckets.extend(shared_memory.write_buckets(_noting(pairs, specs)))
-            manifest = Manifest(tuple(specs))
-            num_bytes = sum(place.num_bytes for bucket in buckets for place in bucket.placements)
+            buckets.extend(shared_memory.write_buckets(pairs))
             clock.lap("gather")
+            manifest = manifest_of(pair for bucket in buckets for pair in shared_memory.map_bucket(bucket).items())
+            clock.lap("digest")
             if not self._call(messages.Begin(call_id=next(self._calls), version=version, manifest=manifest), bool):
                 self._transact(buckets, in_flight, clock)
         finally:
             shared_memory.remove_buckets(buckets)
         return PublishReport(
-            version=version, manifest_digest=manifest.digest, num_bytes=num_bytes, seconds=clock.seconds
+            version=version,
+            manifest_digest=manifest.digest,
+            num_bytes=sum(bucket.num_bytes for bucket in buckets),
+            seconds=clock.seconds,
         )
 
     def _transact(
@@ -243,13 +244,3 @@ class _Clock:
     def lap(self, name: str) -> None:
         now = time.perf_counter()
         self.seconds[name], self._last = now - self._last, now
-
-
-def _noting(
-    tensors: Iterable[tuple[str, torch.Tensor]], specs: list[TensorSpec]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Passes tensors on and notes what each is, so that the manifest describes exactly what was sent."""
-    for name, tensor in tensors:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        specs.append(TensorSpec(name=name, shape=tuple(tensor.shape), dtype=dtype, digest=tensor_digest(tensor)))
-        yield name, tensor

@@ -81,7 +81,7 @@ class Publication:
         version, _ = self._transaction()
         self._prepared = False
         try:
-            self._rpc("stage", bucket.path, list(bucket.placements))
+            self._rpc("stage", bucket)
         except Exception as error:
             self.abort()
             raise PublicationRefused(f"version {version}: a bucket could not be staged: {error!r}") from error

@@ -12,7 +12,7 @@ def served_weight(module: torch.nn.Module, name: str) -> torch.Tensor:
 
     On CPU, vLLM packs linear weights for its matrix kernels and empties or abandons the parameter; there the weight is
     the kernel's product with the identity, which is exact: every sum has one non-zero term. (A negative zero comes
-    back as zero, which is why digests do not tell the two apart.)
+    back as zero; `shared_memory.write_buckets` sends none.)
     """
     weight = getattr(module, name)
     if name == "weight" and weight.device.type == "cpu" and isinstance(module, LinearBase | ParallelLMHead):

@@ -119,9 +119,7 @@ class Service:
 
     def _score_failed(self, request: ScoreRequest, error: Exception) -> ScoreResult:
         message = f"{type(error).__name__}: {error}"
-        return ScoreResult(
-            request_id=request.request_id, logprobs=(), version=self.publication.version, error=message
-        )
+        return ScoreResult(request_id=request.request_id, logprobs=(), version=self.publication.version, error=message)
 
     def _commit(self, call: messages.Commit) -> None:
         if call.in_flight == "abort":

@@ -7,6 +7,7 @@ can remove what a killed process left behind. Workers map it; nothing is pickled
 from __future__ import annotations
 
 import itertools
+import math
 import mmap
 import os
 import tempfile
@@ -15,6 +16,8 @@ from pathlib import Path
 
 import msgspec
 import torch
+
+from adapters.hf_convert.dtypes import dtype_name
 
 BUCKET_BYTES = 256 << 20
 ALIGNMENT = 64
@@ -33,10 +36,14 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bucket(msgspec.Struct, frozen=True, kw_only=True):
-    """A file of tensors that is still on disk; whoever wrote it removes it."""
+    """A file of tensors. Whoever wrote it removes it; a worker that mapped it keeps its mapping."""
 
     path: str
     placements: tuple[Placement, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(place.num_bytes for place in self.placements)
 
 
 def memory_directory() -> Path:
@@ -57,7 +64,10 @@ def remove_abandoned() -> list[Path]:
 
 
 def write_buckets(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Bucket]:
-    """Copies tensors into buckets of about BUCKET_BYTES, in the order they come; a large tensor gets its own."""
+    """Copies tensors into buckets of about BUCKET_BYTES, in the order they come; a large tensor gets its own.
+
+    Negative zeros are written as zeros: what CPU kernels serve cannot tell them apart (`readback`).
+    """
     group: list[tuple[str, torch.Tensor]] = []
     size = 0
     for name, tensor in tensors:
@@ -71,9 +81,22 @@ def write_buckets(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Bucke
 
 
 def remove_buckets(buckets: Iterable[Bucket]) -> None:
-    """Removes the files. Workers that mapped them keep their mapping."""
+    """Removes the files."""
     for bucket in buckets:
         Path(bucket.path).unlink(missing_ok=True)
+
+
+def map_bucket(bucket: Bucket) -> dict[str, torch.Tensor]:
+    """The tensors of a bucket, as private views of the shared memory: nothing is copied, writes stay here."""
+    with open(bucket.path, "rb") as file:
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    return {place.name: _view(memory, place) for place in bucket.placements}
+
+
+def _view(memory: mmap.mmap, place: Placement) -> torch.Tensor:
+    count = math.prod(place.shape)
+    flat = torch.frombuffer(memory, dtype=getattr(torch, place.dtype), offset=place.offset, count=count)
+    return flat.view(place.shape)
 
 
 def _aligned(num_bytes: int) -> int:
@@ -83,9 +106,14 @@ def _aligned(num_bytes: int) -> int:
 def _write(group: list[tuple[str, torch.Tensor]]) -> Bucket:
     placements, offset = [], 0
     for name, tensor in group:
-        dtype = str(tensor.dtype).removeprefix("torch.")
         placements.append(
-            Placement(name=name, shape=tuple(tensor.shape), dtype=dtype, offset=offset, num_bytes=tensor.nbytes)
+            Placement(
+                name=name,
+                shape=tuple(tensor.shape),
+                dtype=dtype_name(tensor.dtype),
+                offset=offset,
+                num_bytes=tensor.nbytes,
+            )
         )
         offset += _aligned(tensor.nbytes)
     path = memory_directory() / f"{_PREFIX}-{os.getpid()}-{next(_counter)}"
@@ -93,10 +121,10 @@ def _write(group: list[tuple[str, torch.Tensor]]) -> Bucket:
     try:
         os.posix_fallocate(descriptor, 0, max(offset, 1))
         memory = mmap.mmap(descriptor, max(offset, 1))
-        target = torch.frombuffer(memory, dtype=torch.uint8)
         for place, (_, tensor) in zip(placements, group, strict=True):
-            flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-            target[place.offset : place.offset + place.num_bytes].copy_(flat)
+            target = _view(memory, place)
+            target.copy_(tensor.detach())
+            target.add_(0)
     except BaseException:
         path.unlink(missing_ok=True)
         raise

@@ -7,7 +7,6 @@ weights. What served before is retained until the next commit has been verified,
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from adapters.contract import Manifest, Version
 from adapters.hf_convert.digest import partial_digest, tensor_digest
 from adapters.hf_convert.directory import HFDirectory
 
-from .shared_memory import Placement
+from .shared_memory import Bucket, map_bucket
 
 Fingerprint = dict[str, tuple[int, bool]]
 """Per physical tensor: this worker's digest of its part, and whether the part is only one of several."""
@@ -37,14 +36,9 @@ class LiveWeights:
         self._version: Version | None = None
         self._half_loaded = False
 
-    def stage(self, path: str, placements: list[Placement]) -> None:
-        """Maps a bucket of shared memory; its tensors are views. Staging a bucket again replaces it."""
-        with open(path, "rb") as file:
-            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        buffer = torch.frombuffer(memory, dtype=torch.uint8)
-        for place in placements:
-            flat = buffer[place.offset : place.offset + place.num_bytes].view(getattr(torch, place.dtype))
-            self._staged[place.name] = flat.view(place.shape)
+    def stage(self, bucket: Bucket) -> None:
+        """Maps a bucket of shared memory. Staging one again replaces it."""
+        self._staged.update(map_bucket(bucket))
 
     def prepare(self, manifest: Manifest) -> list[str]:
         """Everything wrong with what was staged, one line each; nothing served has changed."""

@@ -30,9 +30,7 @@ class TetherWorker:
         """Hooks the model runner. Called once, before the first request. Returns the model's trace kind."""
         runner, model = self.model_runner, self.model_runner.get_model()
         if not isinstance(model, TracedModel):
-            raise RuntimeError(
-                f"{type(model).__name__} is not Tether's model for vLLM: the plugin did not register it"
-            )
+            raise RuntimeError(f"{type(model).__name__} is not Tether's model for vLLM: the plugin did not register it")
         self._tether_default = model.parse_policy(default_policy)
         self._tether_policies: dict[str, Policy] = {}
         self.tether_records = Records(policy_width=model.policy_width)
