@@ -1,0 +1,180 @@
+"""Writes a Hugging Face directory from a stream of tensors, so that it appears whole or not at all.
+
+One shard is held in memory at a time. Everything is written into a staging directory beside the destination and
+flushed to disk before one rename publishes it. Files other than weights are copied byte for byte; config.json is
+written anew only when something in it has to change.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+
+from adapters.contract import Manifest
+from adapters.hf_convert.directory import CONFIG, INDEX, SINGLE, read_json
+from adapters.hf_convert.dtypes import num_bytes
+from adapters.hf_convert.manifest import spec_of
+
+RECORD = "tether_export.json"
+"""Marks a directory as an export, and lists every tensor with its digest."""
+COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "LICENSE*", "additional_chat_templates/*.jinja")
+"""Config, generation config, tokenizer, chat templates, remote code. No weights, no model card of another model."""
+DEFAULT_SHARD_BYTES = 5_000_000_000
+
+
+def export_directory(
+    *,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    source: Path,
+    destination: Path,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    config_updates: Mapping[str, Any] | None = None,
+) -> Manifest:
+    """Writes `destination` with these tensors and the other files of `source`.
+
+    Args:
+        tensors: (Hugging Face name, whole tensor), taken one at a time; what was taken is copied, so buffers may be
+            reused. Memory peaks at one shard and one tensor.
+        source: the model directory whose config, tokenizer and code go along.
+        destination: new, empty, or an earlier export, which is replaced after the new one is complete.
+        max_shard_bytes: a larger tensor gets a shard of its own. One shard is written as model.safetensors, more of
+            them with an index.
+        config_updates: entries to set in config.json; None copies it as it is.
+
+    Returns:
+        What was written, in order.
+
+    Raises:
+        ValueError: the destination holds something else than an export, a name comes twice, or there are no tensors.
+    """
+    check_destination(destination, source=source)
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    staging = destination.with_name(f".{destination.name}.staging")
+    shutil.rmtree(staging, ignore_errors=True)  # of an export that was killed
+    staging.mkdir()
+    try:
+        _copy_files(source, staging, config_updates)
+        manifest = _write_weights(tensors, staging, max_shard_bytes)
+        _write_json(staging / RECORD, {"tensors": msgspec.to_builtins(manifest.tensors), "digest": manifest.digest})
+        _flush(staging)
+        _publish(staging, destination)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    return manifest
+
+
+def check_destination(destination: Path, *, source: Path) -> None:
+    """Raises ValueError if an export must not be written there: only an earlier export is ever replaced."""
+    if destination.is_dir() and not destination.is_symlink():
+        if not any(destination.iterdir()) or ((destination / RECORD).is_file() and not _same(destination, source)):
+            return
+    elif not destination.exists() and not destination.is_symlink():
+        return
+    raise ValueError(
+        f"{destination}: exists and is not an earlier export (it has no {RECORD}, or is the source itself); "
+        "nothing is overwritten, choose another directory or remove it"
+    )
+
+
+def read_record(directory: Path) -> Manifest | None:
+    """What an export said it wrote; None for a directory that is not one."""
+    if not (directory / RECORD).is_file():
+        return None
+    try:
+        return msgspec.convert(read_json(directory / RECORD), Manifest)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{directory / RECORD}: not the record of an export ({error}); export again") from error
+
+
+def _same(one: Path, other: Path) -> bool:
+    return other.exists() and one.samefile(other)
+
+
+def _copy_files(source: Path, staging: Path, config_updates: Mapping[str, Any] | None) -> None:
+    config = read_json(source / CONFIG)
+    for pattern in COPIED:
+        for file in source.glob(pattern):
+            if file.is_file() and not file.name.endswith(".index.json") and file.name != RECORD:
+                target = staging / file.relative_to(source)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, target)
+    if config_updates:
+        _write_json(staging / CONFIG, {**config, **config_updates})
+
+
+def _write_weights(tensors: Iterable[tuple[str, torch.Tensor]], staging: Path, max_shard_bytes: int) -> Manifest:
+    """Shards are named once their number is known."""
+    specs, files, total_bytes = [], [], 0
+    for shard in _shards(tensors, max_shard_bytes):
+        files.append((staging / f"shard-{len(files)}", list(shard)))
+        specs += [spec_of(name, tensor) for name, tensor in shard.items()]
+        total_bytes += sum(num_bytes(tensor) for tensor in shard.values())
+        save_file(shard, files[-1][0], metadata={"format": "pt"})
+        shard.clear()  # before the next one fills
+    if len(files) == 1:
+        files[0][0].rename(staging / SINGLE)
+        return Manifest(tensors=tuple(specs))
+    weight_map = {}
+    for number, (file, names) in enumerate(files, start=1):
+        final = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        file.rename(staging / final)
+        weight_map |= dict.fromkeys(names, final)
+    _write_json(staging / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
+    return Manifest(tensors=tuple(specs))
+
+
+def _shards(tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Fills shards in the order of arrival. Every tensor becomes a contiguous CPU copy that shares no memory."""
+    shard: dict[str, torch.Tensor] = {}
+    seen: set[str] = set()
+    size = 0
+    for name, tensor in tensors:
+        if name in seen:
+            raise ValueError(f"export: got tensor {name!r} twice, expected each name once")
+        seen.add(name)
+        if shard and size + num_bytes(tensor) > max_shard_bytes:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+        size += num_bytes(tensor)
+    if not shard:
+        raise ValueError("export: got no tensors, expected those of a whole model")
+    yield shard
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _flush(directory: Path) -> None:
+    """Forces files and then the directory that names them to disk: a rename must not outlive its content."""
+    for path in [*directory.rglob("*"), directory]:
+        _fsync(path)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _publish(staging: Path, destination: Path) -> None:
+    """One rename. An earlier export steps aside first, so a crash in between leaves both under hidden names."""
+    retired = destination.with_name(f".{destination.name}.retired")
+    shutil.rmtree(retired, ignore_errors=True)
+    if destination.exists():
+        destination.rename(retired)
+    staging.rename(destination)
+    _fsync(destination.parent)
+    shutil.rmtree(retired, ignore_errors=True)
