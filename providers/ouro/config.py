@@ -74,6 +74,9 @@ class OuroConfig:
         return cls(**values)
 
 
+Config = OuroConfig
+"""The name by which code that knows only the registry finds it."""
+
 _SIZES = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",

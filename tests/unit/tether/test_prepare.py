@@ -1,0 +1,108 @@
+"""What is refused before anything heavy starts, through the command line, and what a dry run says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tether.run_directory import RunDirectory
+from tether.train import main
+
+
+@pytest.fixture
+def model(tiny_ouro: Path, tmp_path: Path) -> Path:
+    """A checkpoint of this test's own."""
+    return Path(shutil.copytree(tiny_ouro, tmp_path / "model"))
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"prompt_token_ids": [3, 4, 5], "label": "1"}) + "\n")
+    return path
+
+
+def run(model: Path, data: Path, out: Path, *more: str, updates: int = 4) -> int:
+    return main(["--model", str(model), "--data", str(data), "--out", str(out), "--updates", str(updates), *more])
+
+
+def test_dry_run_checks_everything_and_starts_nothing(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It prints the resolved settings and a memory estimate, writes nothing, and loads neither trainer nor engine."""
+    heavy = set(sys.modules) & {"megatron.core", "vllm"}
+    assert run(model, data, tmp_path / "out", "--dry-run", "--set", "depth=cycle:3,4,2") == 0
+    text = capsys.readouterr().err
+    for part in ("ouro, 38 tensors", "1 prompts, longest sequence 259 tokens", "depth=cycle:3,4,2", "dtype=float32"):
+        assert part in text, part
+    assert "trainer:" in text and "engine:" in text and "nothing started" in text
+    assert not (tmp_path / "out").exists()
+    assert set(sys.modules) & {"megatron.core", "vllm"} == heavy
+
+
+def test_model_must_be_a_whole_checkpoint_of_a_known_type(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A missing directory, an unknown model type, and tensors that contradict config.json."""
+    assert run(tmp_path / "nowhere", data, tmp_path / "out") == 2
+    assert "config.json is missing" in capsys.readouterr().err
+
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1].contiguous()
+    del tensors["lm_head.weight"]
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    assert run(model, data, tmp_path / "out") == 2
+    message = capsys.readouterr().err
+    assert "lm_head.weight" in message and "model.norm.weight" in message
+
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+    assert run(model, data, tmp_path / "out") == 2
+    assert "got model_type 'llama'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "depth=fixed:5"], "expected 1 <= MIN <= MAX <= 4 loops"),
+        (["--set", "depth=cycle:4,9"], "fixed:9"),
+        (["--set", "reward=tether.rewards:nothing"], "has no function 'nothing'"),
+        (["--set", "max_new_tokens=510"], "data.jsonl:1: the prompt has 3 tokens, expected at most 2"),
+        (["--set", "eval_data=nowhere.jsonl"], "nowhere.jsonl: cannot read the data file"),
+        (["--resume"], "no run to resume"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    tiny_ouro: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list, message: str
+) -> None:
+    """Settings against the model, prompts against the context, and a resume of nothing."""
+    assert run(tiny_ouro, data, tmp_path / "out", *arguments) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_data_errors_name_file_and_line(
+    tiny_ouro: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They come from the command line, not only from the function."""
+    data.write_text(data.read_text() + '{"prompt_token_ids": [1]}\n')
+    assert run(tiny_ouro, data, tmp_path / "out") == 2
+    assert f"{data}:2: label is missing" in capsys.readouterr().err
+
+
+def test_out_of_another_run_is_refused(
+    tiny_ouro: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A directory belongs to one run, and a resume to its contract."""
+    RunDirectory(tmp_path / "out").create({"contract": {"lr": 1e-6, "seed": 0}})
+    assert run(tiny_ouro, data, tmp_path / "out") == 2
+    assert "holds another run; add --resume" in capsys.readouterr().err
+    assert run(tiny_ouro, data, tmp_path / "out", "--resume", "--set", "lr=0.5") == 2
+    message = capsys.readouterr().err
+    assert "the run contract differs" in message and "lr: the run has 1e-06, now 0.5" in message
+    assert "seed:" not in message

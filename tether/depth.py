@@ -1,0 +1,53 @@
+"""Which part of the model the generated tokens of each update run, as the text that goes to the engine with a request.
+
+The texts mean what `providers.ouro.trace.DepthPolicy` says. A schedule names one text per update; it is part of the
+run contract, so a resumed run goes on in the middle of a cycle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+FULL = "full"
+
+
+@dataclass(frozen=True)
+class DepthSchedule:
+    """The policies of a run, repeated for ever."""
+
+    policies: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> DepthSchedule:
+        """Reads the setting `depth`: one policy, or cycle:3,4,2 for fixed:3, fixed:4, fixed:2 by update.
+
+        Raises:
+            ValueError: the text is none of these. Whether a policy fits the model is for `check` to say.
+        """
+        kind, _, rest = text.partition(":")
+        if kind == "cycle":
+            loops = rest.split(",")
+            if all(part.isdecimal() and int(part) >= 1 for part in loops):
+                return cls(tuple(f"fixed:{int(part)}" for part in loops))
+        elif kind in (FULL, "fixed", "early", "delayed"):
+            return cls((text,))
+        raise ValueError(
+            f"depth: got {text!r}, expected full, fixed:K, cycle:K,K,..., early:THRESHOLD:MIN:MAX or "
+            "delayed:THRESHOLD:MIN:MAX"
+        )
+
+    def plan(self, update: int) -> str:
+        """The policy of an update; updates count from 1."""
+        return self.policies[(update - 1) % len(self.policies)]
+
+    def check(self, parse_policy: Callable[[str], object]) -> None:
+        """Raises ValueError, all in one message, for policies that `parse_policy` refuses for this model."""
+        problems = []
+        for policy in dict.fromkeys(self.policies):
+            try:
+                parse_policy(policy)
+            except ValueError as error:
+                problems.append(str(error))
+        if problems:
+            raise ValueError("\n".join(problems))

@@ -1,0 +1,135 @@
+"""Resolves and checks everything about a run before anything heavy starts: the work of a dry run, and of any start.
+
+Each trainer process resolves for itself; only the main one reads the whole model for its digest and looks at OUT.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from adapters.hf_convert.directory import HFDirectory
+from providers.registry import Part, provider
+from tether.data import Record, load_records, load_tokenizer
+from tether.depth import DepthSchedule
+from tether.rewards import RewardFunction, load_reward
+from tether.run_contract import check_contract, run_contract
+from tether.run_directory import RunDirectory
+from tether.settings import RunArguments, Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run, resolved."""
+
+    arguments: RunArguments
+    settings: Settings
+    """With dtype resolved."""
+    directory: RunDirectory
+    source: HFDirectory
+    """The model to start from; its tensors fit its config."""
+    config: Any
+    """The provider's config of the model."""
+    tokenizer: Any
+    records: list[Record]
+    held_out: list[Record]
+    """Prompts to evaluate on; empty without eval_data."""
+    reward: RewardFunction
+    depth: DepthSchedule
+    stop_token_ids: tuple[int, ...]
+    """Tokens that end a response."""
+    contract: dict[str, Any]
+    """Empty on all processes but the main one."""
+
+    def part(self, name: Part) -> ModuleType:
+        """A module of the model's provider."""
+        return provider(self.source.config["model_type"], name)
+
+    @property
+    def context_tokens(self) -> int:
+        """Longest sequence of this run: the longest prompt and max_new_tokens."""
+        records = self.records + self.held_out
+        return max(len(record.prompt_token_ids) for record in records) + self.settings.max_new_tokens
+
+
+def prepare(arguments: RunArguments, *, is_main: bool = True) -> Job:
+    """Reads and checks model, data, reward, depth schedule and OUT.
+
+    Raises:
+        ValueError: anything that is wrong with them, before any model loads.
+    """
+    directory = RunDirectory(arguments.out)
+    if is_main and not arguments.resume:
+        directory.check_free()
+    source, config = read_model(arguments.model)
+    settings = arguments.settings
+    settings = settings.replace(dtype=config.dtype if settings.dtype == "auto" else settings.dtype)
+    reward = load_reward(settings.reward)
+    depth = _depth(settings, source, config)
+    tokenizer = load_tokenizer(arguments.model)
+    read = partial(
+        load_records,
+        tokenizer=tokenizer,
+        max_prompt_tokens=config.max_position_embeddings - settings.max_new_tokens,
+        vocab_size=config.vocab_size,
+    )
+    job = Job(
+        arguments=arguments,
+        settings=settings,
+        directory=directory,
+        source=source,
+        config=config,
+        tokenizer=tokenizer,
+        records=read(arguments.data),
+        held_out=read(Path(settings.eval_data)) if settings.eval_data else [],
+        reward=reward,
+        depth=depth,
+        stop_token_ids=tuple(sorted(_stop_token_ids(source, tokenizer))),
+        contract=_contract(arguments, settings, reward) if is_main else {},
+    )
+    if is_main and arguments.resume:
+        check_contract(saved=directory.read_run()["contract"], now=job.contract, where=directory.path)
+    return job
+
+
+def read_model(model: Path) -> tuple[HFDirectory, Any]:
+    """A Hugging Face directory and its provider's config.
+
+    Raises:
+        ValueError: it is missing, of an unknown model type, or its tensors do not fit its config.
+    """
+    if not (model / "config.json").is_file():
+        raise ValueError(f"{model}: no Hugging Face model here (config.json is missing)")
+    source = HFDirectory(model)
+    model_type = str(source.config.get("model_type"))
+    config_class = provider(model_type, "config").Config
+    config = config_class.from_hf(source.config, where=str(model / "config.json"))
+    tensors = provider(model_type, "physical").physical_tensors(config)
+    source.check({name: tensor.shape for name, tensor in tensors.items()})
+    return source, config
+
+
+def _depth(settings: Settings, source: HFDirectory, config: Any) -> DepthSchedule:
+    trace = provider(source.config["model_type"], "trace")
+    schedule = DepthSchedule.parse(settings.depth)
+    schedule.check(lambda policy: trace.DepthPolicy.parse(policy, config.num_loops))
+    return schedule
+
+
+def _contract(arguments: RunArguments, settings: Settings, reward: RewardFunction) -> dict[str, Any]:
+    return run_contract(model=arguments.model, data=arguments.data, settings=settings, reward=reward)
+
+
+def _stop_token_ids(source: HFDirectory, tokenizer: Any) -> Iterator[int]:
+    """End tokens that config.json, generation_config.json or the tokenizer name."""
+    generation = source.path / "generation_config.json"
+    named = [source.config.get("eos_token_id"), tokenizer.eos_token_id]
+    if generation.is_file():
+        named.append(json.loads(generation.read_text()).get("eos_token_id"))
+    for value in named:
+        yield from () if value is None else value if isinstance(value, list) else (value,)

@@ -1,0 +1,83 @@
+"""What a person watching sees: a progress bar on a terminal, one plain line per update elsewhere."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tether.ranks import rank
+from tether.settings import RunArguments, to_argv
+
+PHASES = ("rollout", "train", "publish", "save")
+
+
+class Progress:
+    """Shows updates as they finish. Messages go through it, so that they do not break the bar."""
+
+    def __init__(self, *, total: int, done: int) -> None:
+        self._total, self._bar = total, None
+        if rank() == 0 and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, initial=done, unit="update", file=sys.stderr)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def show(self, metrics: Mapping[str, Any]) -> None:
+        """One update has finished."""
+        figures = summary(metrics)
+        if self._bar is None:
+            say(f"update {metrics['update']}/{self._total}  " + "  ".join(f"{k} {v}" for k, v in figures.items()))
+        else:
+            self._bar.set_postfix_str(", ".join(f"{k} {v}" for k, v in figures.items()), refresh=False)
+            self._bar.update()
+
+
+def summary(metrics: Mapping[str, Any]) -> dict[str, str]:
+    """The few figures worth watching, as text."""
+    seconds = "/".join(f"{metrics[f'{phase}_seconds']:.1f}" for phase in PHASES)
+    return {
+        "reward": f"{metrics['reward_mean']:.3f}",
+        "loss": f"{metrics['loss']:+.2e}",
+        "score diff": f"{metrics['logprob_diff_mean']:.1e} (max {metrics['logprob_diff_max']:.1e})",
+        "/".join(PHASES): f"{seconds} s",
+    }
+
+
+def say(text: str) -> None:
+    """A message to the person, from rank 0 only."""
+    if rank() == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+def last_lines(path: Path, count: int = 15) -> str:
+    """The end of a log, for an error message; empty if there is none."""
+    if not path.is_file():
+        return ""
+    lines = path.read_text(errors="replace").splitlines()[-count:]
+    return f"\nlast lines of {path}:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def closing_lines(arguments: RunArguments) -> str:
+    """Where the run is, how to go on with it and how to export it.
+
+    A recipe that started this process says in TETHER_RECIPE how it is called again.
+    """
+    python, out = os.path.relpath(sys.executable), shlex.quote(str(arguments.out))
+    recipe = os.environ.get("TETHER_RECIPE") or f"{python} -m tether.train {shlex.join(to_argv(arguments))}"
+    return "\n".join(
+        [
+            f"run:    {out} (metrics.jsonl, rollouts/, checkpoints/, hf/, logs/)",
+            f"resume: {recipe} --updates {2 * arguments.updates} --resume",
+            f"export: {python} -m tether.convert export {out} HF_DIR",
+        ]
+    )

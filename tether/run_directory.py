@@ -1,0 +1,141 @@
+"""The files of one run: who may use OUT, what is written there, and how it is cut back to a checkpoint on resume.
+
+run.json                      resolved settings, paths and run contract
+metrics.jsonl                 one line per update; equal between a continuous and a resumed run, times aside
+events.jsonl                  starts, resumes and ends, with time and incarnation
+rollouts/update_NNNNNNN.jsonl every sample of an update
+checkpoints/iter_NNNNNNN/     written by the trainer
+logs/                         one file per process
+hf/                           the export
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROLLOUT_NAME = re.compile(r"update_(\d+)\.jsonl$")
+
+
+class RunDirectory:
+    """OUT. Only rank 0 writes through it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.run_file = path / "run.json"
+        self.metrics_file = path / "metrics.jsonl"
+        self.events_file = path / "events.jsonl"
+        self.rollouts, self.checkpoints = path / "rollouts", path / "checkpoints"
+        self.logs, self.hf = path / "logs", path / "hf"
+
+    def check_free(self) -> None:
+        """Raises ValueError if OUT is a file or holds anything, another run above all."""
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"{self.path}: a file is in the way; choose another --out")
+        if self.run_file.exists():
+            raise ValueError(f"{self.path}: holds another run; add --resume to go on with it, or choose another --out")
+        if self.path.is_dir() and (found := sorted(p.name for p in self.path.iterdir())):
+            raise ValueError(f"{self.path}: not empty ({', '.join(found[:5])}); choose another --out")
+
+    def read_run(self) -> dict[str, Any]:
+        """run.json of the run to resume.
+
+        Raises:
+            ValueError: there is no run here, or its run.json is damaged.
+        """
+        try:
+            run = json.loads(self.run_file.read_text())
+        except FileNotFoundError:
+            raise ValueError(f"{self.path}: no run to resume (run.json is missing); start without --resume") from None
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{self.run_file}: damaged ({error}); the run cannot be resumed") from error
+        if not isinstance(run, dict) or "contract" not in run:
+            raise ValueError(f"{self.run_file}: holds no run contract; the run cannot be resumed")
+        return run
+
+    def create(self, run: Mapping[str, Any]) -> None:
+        """Makes the directories and writes run.json, atomically."""
+        for directory in (self.path, self.rollouts, self.checkpoints, self.logs):
+            directory.mkdir(parents=True, exist_ok=True)
+        replace_file(self.run_file, json.dumps(run, indent=2) + "\n")
+
+    def cut_back(self, update: int, last_metrics: Mapping[str, Any] | None) -> None:
+        """Removes what was written after `update`, the one of the checkpoint that is resumed.
+
+        A killed run may have gone on past its last checkpoint, or been killed between the checkpoint and the line of
+        metrics that follows it: `last_metrics`, saved in the checkpoint, replaces a missing line.
+        """
+        lines = {line["update"]: line for line in read_json_lines(self.metrics_file) if line["update"] <= update}
+        if last_metrics is not None:
+            lines.setdefault(update, dict(last_metrics))
+        replace_file(self.metrics_file, "".join(_line(lines[number]) for number in sorted(lines)))
+        for file in self.rollouts.glob("update_*.jsonl"):
+            if (match := ROLLOUT_NAME.search(file.name)) and int(match[1]) > update:
+                file.unlink()
+
+    def write_rollouts(self, update: int, samples: Iterable[Mapping[str, Any]]) -> None:
+        """Writes every sample of an update, whole or not at all."""
+        replace_file(self.rollouts / f"update_{update:07d}.jsonl", "".join(map(_line, samples)))
+
+    def append_metrics(self, metrics: Mapping[str, Any]) -> None:
+        """One line, on disk when this returns."""
+        append_line(self.metrics_file, metrics)
+
+    def append_event(self, event: str, **details: Any) -> None:
+        """Something that happened to the run, with the time."""
+        append_line(
+            self.events_file, {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "event": event, **details}
+        )
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file that this module wrote; a last line cut off by a crash is dropped.
+
+    Raises:
+        ValueError: another line is damaged.
+    """
+    lines = path.read_text().split("\n") if path.exists() else []
+    got = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            got += [json.loads(line)] if line else []
+        except json.JSONDecodeError as error:
+            if number < len(lines):
+                raise ValueError(f"{path}:{number}: damaged line ({error})") from error
+    return got
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Writes a file so that a crash leaves the old or the new one, never a part."""
+    staging = path.with_name(path.name + ".staging")
+    with staging.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    staging.replace(path)
+    sync_directory(path.parent)
+
+
+def append_line(path: Path, value: Mapping[str, Any]) -> None:
+    with path.open("a") as file:
+        file.write(_line(value))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Makes renames in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _line(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, allow_nan=False) + "\n"

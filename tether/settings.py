@@ -1,0 +1,256 @@
+"""Every setting of a run: its default, its check and the only parser. Nothing else reads the command line.
+
+`RunArguments` says where a run reads and writes; `Settings` says how it trains and is given by `--set key=value`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import math
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from tether.depth import DepthSchedule
+
+DTYPES = ("auto", "float32", "bfloat16")
+ENGINES = ("local",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a run samples, trains and saves.
+
+    Raises:
+        ValueError: values outside their range, all of them in one message.
+    """
+
+    seed: int = 0
+    """Seed of everything random: prompt order, every sample, the trainer."""
+    dtype: str = "auto"
+    """Weights and activations of trainer and engine: float32, bfloat16, or auto (what the checkpoint declares)."""
+    group_size: int = 8
+    """Samples per prompt; advantages are relative to their group."""
+    prompts_per_update: int = 16
+    """Prompts per update, taken in shuffled order, epoch after epoch."""
+    max_new_tokens: int = 256
+    """Longest response; prompt and response together must fit the model's context."""
+    temperature: float = 1.0
+    """Temperature of sampling, and of the log-probs that are trained."""
+    lr: float = 1e-6
+    """Peak learning rate of Adam."""
+    kl: float = 0.0
+    """Weight of a KL penalty towards a reference policy; only 0 is supported."""
+    depth: str = "full"
+    """Loops of generated tokens: full, fixed:K, cycle:3,4,2 (by update), {early,delayed}:THRESHOLD:MIN:MAX."""
+    engine: str = "local"
+    """Which engine makes the rollouts: local (vLLM in a process of its own)."""
+    reward: str = "tether.rewards:exact_match"
+    """Reward function, module:function."""
+    save_every: int = 2
+    """Updates between checkpoints; the first and the last state are always saved."""
+    tokens_per_microbatch: int = 4096
+    """Most tokens in one packed forward and backward."""
+    train_devices: int = 1
+    """Trainer processes; more than one need torchrun."""
+    tensor_parallel: int = 1
+    """Trainer processes that share one copy of the model; divides train_devices."""
+    rollout_devices: int = 1
+    """Devices of the engine (tensor parallel)."""
+    clip_low: float = 0.2
+    """The policy ratio is clipped at 1 - clip_low."""
+    clip_high: float = 0.2
+    """The policy ratio is clipped at 1 + clip_high."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm; the norm before is logged."""
+    weight_decay: float = 0.0
+    """Adam's decoupled weight decay."""
+    lr_warmup_updates: int = 0
+    """Updates over which the learning rate rises from 0."""
+    lr_decay_updates: int = 0
+    """Updates over which the learning rate falls to 0 along a cosine; 0 keeps it constant."""
+    recompute: bool = False
+    """Recompute each layer in the backward pass instead of keeping its activations."""
+    diagnose: bool = False
+    """Also measure the score difference when responses are replayed at full depth."""
+    eval_data: str = ""
+    """JSON lines of held-out prompts, answered greedily and rewarded every eval_every updates."""
+    eval_every: int = 0
+    """Updates between evaluations on eval_data; 0 never evaluates."""
+    keep_rollouts: bool = True
+    """Write every sample to OUT/rollouts."""
+    keep_checkpoints: int = 0
+    """Newest checkpoints to keep; 0 keeps all."""
+    max_concurrent_samples: int = 64
+    """Samples the engine decodes at the same time."""
+    kv_cache_bytes: int = 0
+    """Memory of the engine's key and value cache; 0 sizes it for max_concurrent_samples (CPU) or asks vLLM (GPU)."""
+    deadline_seconds: float = 1800.0
+    """Longest wait for the engine, or for another trainer process, before the run ends with an error."""
+
+    def __post_init__(self) -> None:
+        problems = [f"{name}: got {getattr(self, name)!r}, expected {want}" for name, want in _violations(self)]
+        try:
+            DepthSchedule.parse(self.depth)
+        except ValueError as error:
+            problems.append(str(error))
+        if problems:
+            raise ValueError("settings:\n  " + "\n  ".join(problems))
+
+    def replace(self, **changes: Any) -> Settings:
+        """A copy with some fields changed, checked again."""
+        return dataclasses.replace(self, **changes)
+
+
+UNCONTRACTED = frozenset(
+    {"train_devices", "tensor_parallel", "rollout_devices", "engine", "save_every", "keep_rollouts", "keep_checkpoints",
+     "diagnose", "eval_data", "eval_every", "max_concurrent_samples", "kv_cache_bytes", "deadline_seconds"}
+)  # fmt: skip
+"""Settings that may change on resume: they decide where and how a run computes, not what."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunArguments:
+    """One command line."""
+
+    model: Path
+    """Hugging Face directory to start from."""
+    data: Path
+    """JSON lines of prompts and labels."""
+    out: Path
+    """Directory of the run."""
+    updates: int
+    """Update at which the run ends; on resume, counted from the very first."""
+    resume: bool = False
+    """Go on from the newest checkpoint in OUT."""
+    dry_run: bool = False
+    """Resolve and check everything, print it, start nothing."""
+    settings: Settings = dataclasses.field(default_factory=Settings)
+    """What --set gave, defaults filled in."""
+
+
+def parse(argv: Sequence[str] | None = None, *, prog: str = "python -m tether.train") -> RunArguments:
+    """Reads a command line; a wrong one prints the problem and exits with status 2."""
+    parser = _parser(prog)
+    got = vars(parser.parse_args(argv))
+    try:
+        if got["updates"] < 1:
+            raise ValueError(f"--updates: got {got['updates']}, expected at least 1")
+        settings = from_pairs(got.pop("set"))
+        return RunArguments(**got, settings=settings)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def from_pairs(pairs: Sequence[str]) -> Settings:
+    """Settings from "key=value" texts; of two with the same key the later one counts.
+
+    Raises:
+        ValueError: a text without "=", an unknown key, or a value of the wrong type, all in one message.
+    """
+    types, values, problems = get_type_hints(Settings), {}, []
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals or key not in types:
+            problems.append(f"--set {pair}: expected key=value with a key of {', '.join(sorted(types))}")
+            continue
+        try:
+            values[key] = _convert(text, types[key])
+        except ValueError:
+            problems.append(f"--set {pair}: got {text!r}, expected {_TYPE_NAMES[types[key]]}")
+    if problems:
+        raise ValueError("\n  ".join(problems))
+    return Settings(**values)
+
+
+def to_argv(arguments: RunArguments) -> list[str]:
+    """The command line that asks for the same run, without its number of updates and its switches."""
+    argv = [text for name in ("model", "data", "out") for text in (f"--{name}", str(getattr(arguments, name)))]
+    defaults = dataclasses.asdict(Settings())
+    for name, value in dataclasses.asdict(arguments.settings).items():
+        if value != defaults[name]:
+            argv += ["--set", f"{name}={_text(value)}"]
+    return argv
+
+
+def describe(kind: type) -> dict[str, str]:
+    """The line under each field of a dataclass, by field name."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body  # type: ignore[attr-defined]
+    return {
+        field.target.id: " ".join(line.value.value.split())
+        for field, line in zip(body, body[1:], strict=False)
+        if isinstance(field, ast.AnnAssign) and isinstance(line, ast.Expr)
+    }
+
+
+_TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+
+
+def _convert(text: str, kind: type) -> Any:
+    if kind is bool:
+        if text.lower() not in ("true", "false"):
+            raise ValueError(text)
+        return text.lower() == "true"
+    return kind(text)
+
+
+def _violations(s: Settings) -> list[tuple[str, str]]:
+    """(field, what was expected) of every field outside its range."""
+    at_least = {name: 1 for name in ("prompts_per_update", "max_new_tokens", "save_every", "tokens_per_microbatch")}
+    at_least |= {name: 1 for name in ("train_devices", "tensor_parallel", "rollout_devices", "max_concurrent_samples")}
+    at_least |= {
+        name: 0 for name in ("seed", "lr_warmup_updates", "lr_decay_updates", "keep_checkpoints", "eval_every")
+    }
+    at_least |= {"group_size": 2, "kv_cache_bytes": 0}
+    bad = [(name, f"an integer >= {low}") for name, low in at_least.items() if getattr(s, name) < low]
+    positive = ("temperature", "lr", "clip_low", "clip_high", "max_grad_norm", "deadline_seconds")
+    bad += [(n, "a finite number > 0") for n in positive if not (math.isfinite(getattr(s, n)) and getattr(s, n) > 0)]
+    rules = {
+        "dtype": (s.dtype in DTYPES, f"one of {', '.join(DTYPES)}"),
+        "engine": (s.engine in ENGINES, f"one of {', '.join(ENGINES)}"),
+        "weight_decay": (math.isfinite(s.weight_decay) and s.weight_decay >= 0, "a finite number >= 0"),
+        "kl": (s.kl == 0, "0: a KL penalty needs a reference policy, which is not supported; clipping bounds the step"),
+        "tensor_parallel": (
+            s.train_devices % max(1, s.tensor_parallel) == 0,
+            f"a divisor of train_devices={s.train_devices}",
+        ),
+        "eval_data": (
+            bool(s.eval_data) or s.eval_every == 0,
+            "a file of held-out prompts, because eval_every is not 0",
+        ),
+        "reward": (len(s.reward.split(":")) == 2 and all(s.reward.split(":")), "module:function"),
+    }
+    return bad + [(name, want) for name, (holds, want) in rules.items() if not holds]
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    lines = describe(RunArguments)
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Trains a policy by GRPO: rollouts by vLLM, training by Megatron-Core, weights kept the same.",
+        epilog="settings (--set key=value) and their defaults:\n" + settings_table(Settings()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for name in ("model", "data", "out"):
+        parser.add_argument(f"--{name}", type=Path, required=True, metavar=name.upper(), help=lines[name])
+    parser.add_argument("--updates", type=int, required=True, metavar="N", help=lines["updates"])
+    parser.add_argument("--resume", action="store_true", help=lines["resume"])
+    parser.add_argument("--dry-run", action="store_true", help=lines["dry_run"])
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="one setting; may be repeated")
+    return parser
+
+
+def settings_table(settings: Settings) -> str:
+    """One line per setting: key=value and what it means."""
+    values = {name: f"{name}={_text(value)}" for name, value in dataclasses.asdict(settings).items()}
+    width = max(map(len, values.values()))
+    return "\n".join(f"  {values[name]:<{width}}  {line}" for name, line in describe(Settings).items())
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
