@@ -143,7 +143,7 @@ class LocalEngine:
         try:
             buckets.extend(shared_memory.write_buckets(pairs))
             clock.lap("gather")
-            manifest = manifest_of(pair for bucket in buckets for pair in shared_memory.map_bucket(bucket).items())
+            manifest = manifest_of(pair for bucket in buckets for pair in shared_memory.map_bucket(bucket))
             clock.lap("digest")
             if not self._call(messages.Begin(call_id=next(self._calls), version=version, manifest=manifest), bool):
                 self._transact(buckets, in_flight, clock)

@@ -86,11 +86,11 @@ def remove_buckets(buckets: Iterable[Bucket]) -> None:
         Path(bucket.path).unlink(missing_ok=True)
 
 
-def map_bucket(bucket: Bucket) -> dict[str, torch.Tensor]:
+def map_bucket(bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
     """The tensors of a bucket, as private views of the shared memory: nothing is copied, writes stay here."""
     with open(bucket.path, "rb") as file:
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    return {place.name: _view(memory, place) for place in bucket.placements}
+    return [(place.name, _view(memory, place)) for place in bucket.placements]
 
 
 def _view(memory: mmap.mmap, place: Placement) -> torch.Tensor:
