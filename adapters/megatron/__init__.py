@@ -5,6 +5,11 @@ Names no model: a provider builds its module tree from these parts and hands it 
 
 import warnings
 
-# Megatron-Core says so once a module at import; running without them is the normal case here.
-warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
-warnings.filterwarnings("ignore", message="full scope is deprecated")
+# Megatron-Core says these at every start; running without TE and apex is the normal case here.
+for _message in (
+    "Transformer Engine and Apex are not installed",
+    "Apex is not installed",
+    "full scope is deprecated",
+    r"`torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
+):
+    warnings.filterwarnings("ignore", message=_message)

@@ -35,8 +35,7 @@ def install() -> bool:
     if torch.cuda.is_available():
         return False
     if not _installed:
-        # Megatron's jit_fuser is torch.compile, which takes seconds a function on CPU.
-        _undo.enter_context(torch.compiler.set_stance("force_eager"))
+        _compile_nothing()
         _stand_in_for_torch_cuda()
         _read_rng_states_from_cpu()
         _give_splits_as_numpy()
@@ -96,19 +95,30 @@ class _NoStream:
         return 0.0
 
 
+def _compile_nothing() -> None:
+    """Megatron's jit_fuser is torch.compile, which takes seconds a function on CPU.
+
+    Modules imported later are not decorated; functions decorated earlier run eagerly.
+    """
+    module = _megatron("jit")
+    _replace(module, jit_fuser=module.noop_decorator)
+    _undo.enter_context(torch.compiler.set_stance("force_eager"))
+
+
 def _stand_in_for_torch_cuda() -> None:
     """Megatron asks torch.cuda for the device, its streams, its memory and its random state."""
     _replace(torch.cuda, current_device=lambda: CPU, device_count=lambda: 1)
-    _replace(torch.cuda, **dict.fromkeys(("set_device", "synchronize", "empty_cache", "manual_seed_all"), _nothing))
-    _replace(torch.cuda, Stream=_NoStream, Event=_NoStream, stream=_no_context)
-    _replace(torch.cuda, current_stream=_NoStream, default_stream=_NoStream)
-    _replace(torch.cuda, **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved"), _zero))
+    _replace(torch.cuda, **_constants(None, "set_device", "synchronize", "empty_cache", "manual_seed_all"))
+    _replace(torch.cuda, **_constants(0, "memory_allocated", "max_memory_allocated", "memory_reserved"))
+    _replace(torch.cuda, Stream=_NoStream, Event=_NoStream, stream=lambda *_: contextlib.nullcontext())
+    _replace(torch.cuda, **_constants(_NoStream(), "current_stream", "default_stream"))
     _replace(torch.cuda, manual_seed=torch.default_generator.manual_seed)
     states = {"get_rng_state": _get_rng_state, "set_rng_state": _set_rng_state}
     _replace(torch.cuda, **states)
     _replace(torch.cuda.random, **states)
-    _replace(torch.cuda.nvtx, range_push=_nothing, range_pop=_nothing, range=_no_context)
-    _replace(torch.Tensor, record_stream=_nothing)
+    _replace(torch.cuda.nvtx, **_constants(None, "range_push", "range_pop"))
+    _replace(torch.cuda.nvtx, range=lambda *_, **__: contextlib.nullcontext())
+    _replace(torch.Tensor, **_constants(None, "record_stream"))
 
 
 def _read_rng_states_from_cpu() -> None:
@@ -158,15 +168,9 @@ def _set_rng_state(state: torch.Tensor, device: Any = None) -> None:
     torch.set_rng_state(state)
 
 
-def _nothing(*_args: Any, **_kwargs: Any) -> None: ...
-
-
-def _zero(*_args: Any, **_kwargs: Any) -> int:
-    return 0
-
-
-def _no_context(*_args: Any, **_kwargs: Any) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
+def _constants(value: Any, *names: str) -> dict[str, Any]:
+    """Functions of any arguments that return the value; one each, because dynamo tells functions by identity."""
+    return {name: lambda *_args, **_kwargs: value for name in names}
 
 
 _TE_NAMES = (

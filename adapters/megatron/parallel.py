@@ -167,6 +167,8 @@ class RootModule(MegatronModule):
     share_embeddings_and_output_weights = False
     trace_breakdown: ClassVar[str | None] = None
     """If set, what `classify` sorts scored tokens by ("depth"); the trainer then reports score differences by it."""
+    num_classes: int = 0
+    """How many classes there are."""
 
     physical: Mapping[str, PhysicalTensor]
     vocab_size: int

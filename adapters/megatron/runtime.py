@@ -99,6 +99,20 @@ def raise_together(error: BaseException | None) -> None:
     raise RuntimeError(f"rank {rank} failed and all ranks stop: {text}")
 
 
+def require_equal(what: str, digest: int) -> None:
+    """Checks that every rank has the same digest (in [0, 2**63)) of something.
+
+    Raises:
+        RuntimeError: on every rank, naming the ranks that differ from rank 0.
+    """
+    mine = torch.tensor([digest], dtype=torch.int64, device=device())
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    values = [int(each) for each in every]
+    if odd := [rank for rank, value in enumerate(values) if value != values[0]]:
+        raise RuntimeError(f"ranks {odd} have another version of {what} than rank 0; every rank must be given the same")
+
+
 def _join(*, on_cpu: bool, world: int, deadline: timedelta) -> None:
     if not on_cpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))

@@ -229,6 +229,7 @@ class Ouro(RootModule):
         self.ouro, self.logprob_chunk_rows = config, logprob_chunk_rows
         self.model = Body(shape, config, recompute=recompute, attention=attention)
         self.lm_head = Column(shape, config.hidden_size, config.vocab_size)
+        self.num_classes = config.num_loops
         self.finish(physical_tensors(config), vocab_size=config.vocab_size)
 
     def forward(
@@ -285,7 +286,3 @@ class Ouro(RootModule):
     def classify(self, trace: Tensor) -> Tensor:
         """Scored rows by the depth they ran: class d - 1 for depth d."""
         return trace - 1
-
-    @property
-    def num_classes(self) -> int:
-        return self.ouro.num_loops

@@ -1,0 +1,195 @@
+"""Megatron's DDP, distributed optimizer and schedule around a model, and an Adam where neither TE nor apex is there."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+from torch.optim.adam import adam
+
+from adapters.megatron.parallel import RootModule
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """Adam and its schedule. Nothing depends on the number of updates a run will make."""
+
+    learning_rate: float
+    """Peak learning rate."""
+    min_learning_rate: float = 0.0
+    """Where a decay ends."""
+    lr_warmup_updates: int = 0
+    """Updates of linear warm-up; the first one already runs at 1 / lr_warmup_updates of the peak."""
+    lr_decay_updates: int = 0
+    """Update at which a cosine decay reaches min_learning_rate; 0 keeps the peak."""
+    weight_decay: float = 0.0
+    """Decoupled; not applied to vectors (norms)."""
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm; 0 turns clipping off."""
+
+    def __post_init__(self) -> None:
+        rules = {
+            "learning_rate": (0 < self.learning_rate < math.inf, "> 0"),
+            "min_learning_rate": (0 <= self.min_learning_rate <= self.learning_rate, "in [0, learning_rate]"),
+            "lr_warmup_updates": (self.lr_warmup_updates >= 0, ">= 0"),
+            "lr_decay_updates": (
+                self.lr_decay_updates == 0 or self.lr_decay_updates > self.lr_warmup_updates,
+                "0 or > lr_warmup_updates",
+            ),
+            "weight_decay": (0 <= self.weight_decay < math.inf, ">= 0"),
+            "beta1": (0 <= self.beta1 < 1, "in [0, 1)"),
+            "beta2": (0 <= self.beta2 < 1, "in [0, 1)"),
+            "eps": (0 < self.eps < math.inf, "> 0"),
+            "max_grad_norm": (0 <= self.max_grad_norm < math.inf, ">= 0"),
+        }
+        if bad := [f"{n}: got {getattr(self, n)!r}, expected {want}" for n, (ok, want) in rules.items() if not ok]:
+            raise ValueError("OptimizerSettings " + "; ".join(bad))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wrapped:
+    """A model ready to train. Its parameters keep their names on `model`; the wrappers' prefixes never leave here."""
+
+    ddp: DistributedDataParallel
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+
+
+def wrap(model: RootModule, settings: OptimizerSettings) -> Wrapped:
+    """DDP (around Float16Module for bf16), the distributed optimizer with its state allocated, and the scheduler.
+
+    Gradients are reduced in fp32; the optimizer keeps fp32 masters. After the parameters are set from outside, call
+    `optimizer.reload_model_params()`, or the next step overwrites them with the old masters.
+    """
+    _use_adam_with_megatron_layout()
+    config = model.config
+    ddp = DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(
+            use_distributed_optimizer=True, grad_reduce_in_fp32=True, check_for_nan_in_grad=False
+        ),
+        Float16Module(config, model) if config.bf16 else model,
+    )
+    optimizer = get_megatron_optimizer(_optimizer_config(config, settings), [ddp])
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        # Moments exist from the start, so a checkpoint before the first update has the same tensors as a later one.
+        part.init_state_fn(part.optimizer, part.config)
+    return Wrapped(ddp=ddp, optimizer=optimizer, scheduler=_scheduler(optimizer, settings))
+
+
+class Adam(torch.optim.Optimizer):
+    """torch's own Adam over the state layout of apex and TE: `step` in the group, exp_avg and exp_avg_sq per parameter.
+
+    Megatron's distributed optimizer cannot load a checkpoint of torch.optim.AdamW, which keeps a step per parameter.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adam_w_mode: bool = True,
+        **_unused: Any,
+    ) -> None:
+        self.adam_w_mode = adam_w_mode
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] += 1
+            params = [p for p in group["params"] if p.grad is not None]
+            if params:
+                self._update(group, params)
+
+    def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        moments = [self._moments(p) for p in params]
+        adam(
+            params,
+            [p.grad for p in params],
+            [m["exp_avg"] for m in moments],
+            [m["exp_avg_sq"] for m in moments],
+            [],
+            [torch.tensor(float(group["step"] - 1)) for _ in params],  # one each: adam counts every one of them up
+            decoupled_weight_decay=self.adam_w_mode,
+            amsgrad=False,
+            maximize=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+        )
+
+    def _moments(self, param: Tensor) -> dict[str, Tensor]:
+        state = self.state[param]
+        if not state:
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
+        return state
+
+
+def _use_adam_with_megatron_layout() -> None:
+    """Gives Megatron-Core our Adam when neither Transformer Engine nor apex is installed. Idempotent.
+
+    Reason: distrib_optimizer.py (0.16.1: state_dict, load_state_dict) treats torch's Adam in a branch that saves and
+    cannot load. With our state layout the branch for apex is the right one. The flags it replaces are checked.
+    """
+    import megatron.core.optimizer as factory
+    import megatron.core.optimizer.distrib_optimizer as distributed
+
+    names = {
+        factory: ("Adam", "USING_PYTORCH_OPTIMIZER"),
+        distributed: ("Adam", "HAVE_APEX_OR_TE", "USING_APEX_OPTIMIZER"),
+    }
+    if missing := [f"{m.__name__}.{n}" for m, each in names.items() for n in each if not hasattr(m, n)]:
+        raise ImportError(f"Megatron-Core moved {', '.join(missing)}: _use_adam_with_megatron_layout has to follow")
+    if factory.USING_PYTORCH_OPTIMIZER:
+        factory.Adam, distributed.Adam, factory.USING_PYTORCH_OPTIMIZER = Adam, Adam, False
+        distributed.HAVE_APEX_OR_TE = distributed.USING_APEX_OPTIMIZER = True
+
+
+def _optimizer_config(config: Any, settings: OptimizerSettings) -> OptimizerConfig:
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=settings.learning_rate,
+        min_lr=settings.min_learning_rate,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        adam_eps=settings.eps,
+        clip_grad=settings.max_grad_norm,
+        bf16=config.bf16,
+        params_dtype=config.params_dtype,
+        use_distributed_optimizer=True,
+    )
+
+
+def _scheduler(optimizer: MegatronOptimizer, settings: OptimizerSettings) -> OptimizerParamScheduler:
+    warmup = settings.lr_warmup_updates
+    return OptimizerParamScheduler(
+        optimizer,
+        # Megatron counts the first update as step 0 of the ramp: from 0 it would be wasted.
+        init_lr=settings.learning_rate / max(warmup, 1),
+        max_lr=settings.learning_rate,
+        min_lr=settings.min_learning_rate,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=settings.lr_decay_updates or warmup + 1,
+        lr_decay_style="cosine" if settings.lr_decay_updates else "constant",
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=1,
+        wd_incr_style="constant",
+    )
