@@ -34,11 +34,9 @@ provides() {  # provides PYTHON: all third-party parts can be found, without imp
 sys.exit(sys.version_info < (3, 11) or not all(u.find_spec(m) for m in
   ("torch", "vllm", "megatron.core", "transformers", "safetensors", "msgspec", "zmq", "psutil", "pytest")))' 2>/dev/null
 }
-has_project() {  # has_project PYTHON: vLLM would find our plugin, and it is the one of this folder
-  (cd / && "$1" -c 'import importlib.metadata as m, os, sys
-found = any(e.value == "providers.registry:register_vllm" for e in m.entry_points(group="vllm.general_plugins"))
-import providers
-sys.exit(not found or os.path.dirname(os.path.dirname(os.path.realpath(providers.__file__))) != os.path.realpath(sys.argv[1]))' "$root") 2>/dev/null
+has_project() {  # has_project PYTHON: vLLM would find our plugin; which checkout it runs is PYTHONPATH's business
+  "$1" -c 'import importlib.metadata as m, sys
+sys.exit("providers.registry:register_vllm" not in {e.value for e in m.entry_points(group="vllm.general_plugins")})' 2>/dev/null
 }
 add_project() {  # needs setuptools in the environment and no network
   "$1" -m pip install --quiet --no-deps --no-build-isolation --no-index --editable "$root" >&2

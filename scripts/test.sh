@@ -7,6 +7,8 @@ python=$(scripts/setup.sh --python)
 
 # One thread a process: results repeat and processes do not fight for cores. No compiler on CPU, no hub.
 export OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1
+# This checkout's code in every process, whichever one the environment was installed from.
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 
 if "$python" -m ruff --version >/dev/null 2>&1; then "$python" -m ruff check .; fi
 case " $* " in

@@ -18,7 +18,7 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
-from adapters.contract import Manifest
+from adapters.contract import Manifest, TensorSpec
 from adapters.hf_convert.directory import CONFIG, INDEX, SINGLE, read_json
 from adapters.hf_convert.dtypes import num_bytes
 from adapters.hf_convert.manifest import spec_of
@@ -113,7 +113,9 @@ def _copy_files(source: Path, staging: Path, config_updates: Mapping[str, Any] |
 
 def _write_weights(tensors: Iterable[tuple[str, torch.Tensor]], staging: Path, max_shard_bytes: int) -> Manifest:
     """Shards are named once their number is known."""
-    specs, files, total_bytes = [], [], 0
+    specs: list[TensorSpec] = []
+    files: list[tuple[Path, list[str]]] = []
+    total_bytes = 0
     for shard in _shards(tensors, max_shard_bytes):
         files.append((staging / f"shard-{len(files)}", list(shard)))
         specs += [spec_of(name, tensor) for name, tensor in shard.items()]
@@ -123,7 +125,7 @@ def _write_weights(tensors: Iterable[tuple[str, torch.Tensor]], staging: Path, m
     if len(files) == 1:
         files[0][0].rename(staging / SINGLE)
         return Manifest(tensors=tuple(specs))
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, (file, names) in enumerate(files, start=1):
         final = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         file.rename(staging / final)
