@@ -10,6 +10,8 @@ for _message in (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
     "full scope is deprecated",
+    "The .grad attribute of a Tensor that is not a leaf",  # the shards of the distributed optimizer are views
+    "`load_state_dict` is deprecated",
     r"`torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
 ):
     warnings.filterwarnings("ignore", message=_message)
