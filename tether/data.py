@@ -42,7 +42,9 @@ def load_tokenizer(model: Path) -> Any:
         ValueError: the directory has no tokenizer that transformers can read.
     """
     from transformers import AutoTokenizer
+    from transformers.utils import logging
 
+    logging.set_verbosity_error()  # it warns of every model type that transformers itself does not have
     try:
         return AutoTokenizer.from_pretrained(str(model), local_files_only=True)
     except Exception as error:

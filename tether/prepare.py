@@ -64,8 +64,8 @@ def prepare(arguments: RunArguments, *, is_main: bool = True) -> Job:
         ValueError: anything that is wrong with them, before any model loads.
     """
     directory = RunDirectory(arguments.out)
-    if is_main and not arguments.resume:
-        directory.check_free()
+    if is_main:
+        run = _check_out(directory, arguments)
     source, config = read_model(arguments.model)
     settings = arguments.settings
     settings = settings.replace(dtype=config.dtype if settings.dtype == "auto" else settings.dtype)
@@ -89,12 +89,25 @@ def prepare(arguments: RunArguments, *, is_main: bool = True) -> Job:
         held_out=read(Path(settings.eval_data)) if settings.eval_data else [],
         reward=reward,
         depth=depth,
-        stop_token_ids=tuple(sorted(_stop_token_ids(source, tokenizer))),
+        stop_token_ids=tuple(sorted(set(_stop_token_ids(source, tokenizer)))),
         contract=_contract(arguments, settings, reward) if is_main else {},
     )
     if is_main and arguments.resume:
-        check_contract(saved=directory.read_run()["contract"], now=job.contract, where=directory.path)
+        check_contract(saved=run["contract"], now=job.contract, where=directory.path)
     return job
+
+
+def _check_out(directory: RunDirectory, arguments: RunArguments) -> dict[str, Any]:
+    """run.json of the run to resume; {} for a new one, which needs a free directory."""
+    if not arguments.resume:
+        directory.check_free()
+        return {}
+    run, done = directory.read_run(), directory.newest_checkpoint() or 0
+    if arguments.updates < done:
+        raise ValueError(
+            f"--updates: got {arguments.updates}, expected at least {done}: {directory.path} has done that many already"
+        )
+    return run
 
 
 def read_model(model: Path) -> tuple[HFDirectory, Any]:

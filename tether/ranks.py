@@ -39,18 +39,6 @@ def from_rank_zero(work: Callable[[], T]) -> T:
     return result
 
 
-def require_agreement(plan: str) -> None:
-    """Raises RuntimeError on every rank, naming the ranks that differ from rank 0, unless all have the same plan."""
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
-        return
-    plans: list = [None] * dist.get_world_size()
-    dist.all_gather_object(plans, plan)
-    if different := {f"rank {r}": p for r, p in enumerate(plans) if p != plans[0]}:
-        raise RuntimeError(
-            f"execution plan: rank 0 has {plans[0]!r}, but {different}; all ranks need the same settings"
-        )
-
-
 def _run_and_tell(work: Callable[[], T]) -> T:
     try:
         result = work()

@@ -104,6 +104,7 @@ def rewards(job: Job, samples: Sequence[Sample]) -> list[float]:
 def train_samples(samples: Sequence[Sample], advantages: Sequence[float]) -> list[TrainSample]:
     """What the trainer learns from."""
     import torch
+
     from adapters.megatron.packing import TrainSample
 
     return [
@@ -121,7 +122,7 @@ def train_samples(samples: Sequence[Sample], advantages: Sequence[float]) -> lis
 
 def metrics(job: Job, update: int, samples: Sequence[Sample], rewards: Sequence[float]) -> dict[str, Any]:
     """What rank 0 knows of an update before training. `weight_version` is the one the engine serves after it."""
-    depths = [depth for sample in samples for depth in _generated_depths(sample)]
+    depths = [depth for sample in samples for depth in exit_depths(job, sample)]
     return {
         "update": update,
         "weight_version": update,
@@ -130,7 +131,7 @@ def metrics(job: Job, update: int, samples: Sequence[Sample], rewards: Sequence[
         "response_length_mean": fmean(len(sample.result.token_ids) for sample in samples),
         "truncated_share": fmean(sample.result.finish_reason == "length" for sample in samples),
         "execution": job.depth.plan(update),
-        "depth_mean": fmean(depths) if depths else None,
+        "depth_mean": fmean(depths),
         "depth_histogram": [depths.count(loops) for loops in range(1, job.config.num_loops + 1)],
     }
 
@@ -139,7 +140,6 @@ def to_json(
     job: Job, samples: Sequence[Sample], rewards: Sequence[float], advantages: Sequence[float]
 ) -> Iterator[dict[str, Any]]:
     """The lines of OUT/rollouts: everything needed to read, replay or score each sample."""
-    exit_depths = job.part("trace").exit_depths
     for sample, reward, advantage in zip(samples, rewards, advantages, strict=True):
         request, result = sample.request, sample.result
         yield {
@@ -149,7 +149,7 @@ def to_json(
             "response": sample.response,
             "label": sample.record.label,
             "logprobs": list(result.logprobs),
-            "exit_depths": exit_depths(sample.loops, len(request.prompt_token_ids), job.config.num_loops),
+            "exit_depths": exit_depths(job, sample),
             "execution": request.execution,
             "seed": result.seed,
             "temperature": request.sampling.temperature,
@@ -158,6 +158,11 @@ def to_json(
             "advantage": advantage,
             "finish_reason": result.finish_reason,
         }
+
+
+def exit_depths(job: Job, sample: Sample) -> list[int]:
+    """Loops behind each response token, the first of which always comes from a full-depth state."""
+    return job.part("trace").exit_depths(sample.loops, len(sample.request.prompt_token_ids), job.config.num_loops)
 
 
 def _sample(job: Job, *, record: Record, group: int, request: GenerationRequest, result: GenerationResult) -> Sample:
@@ -171,8 +176,3 @@ def _sample(job: Job, *, record: Record, group: int, request: GenerationRequest,
     )
     response = job.tokenizer.decode(result.token_ids, skip_special_tokens=True)
     return Sample(record=record, group=group, request=request, result=result, loops=loops, response=response)
-
-
-def _generated_depths(sample: Sample) -> list[int]:
-    """Loops of the generated tokens that became inputs."""
-    return sample.loops[len(sample.request.prompt_token_ids) :]

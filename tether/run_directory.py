@@ -19,6 +19,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from adapters.megatron import checkpoint_files
+
 ROLLOUT_NAME = re.compile(r"update_(\d+)\.jsonl$")
 
 
@@ -57,6 +59,11 @@ class RunDirectory:
         if not isinstance(run, dict) or "contract" not in run:
             raise ValueError(f"{self.run_file}: holds no run contract; the run cannot be resumed")
         return run
+
+    def newest_checkpoint(self) -> int | None:
+        """Update of the newest complete checkpoint; None before the first."""
+        newest = checkpoint_files.latest(self.checkpoints)
+        return None if newest is None else int(newest.name.removeprefix("iter_"))
 
     def create(self, run: Mapping[str, Any]) -> None:
         """Makes the directories and writes run.json, atomically."""

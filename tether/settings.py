@@ -71,9 +71,9 @@ class Settings:
     weight_decay: float = 0.0
     """Adam's decoupled weight decay."""
     lr_warmup_updates: int = 0
-    """Updates over which the learning rate rises from 0."""
+    """Updates over which the learning rate rises to lr."""
     lr_decay_updates: int = 0
-    """Updates over which the learning rate falls to 0 along a cosine; 0 keeps it constant."""
+    """Update at which the learning rate has fallen to 0 along a cosine; 0 keeps it constant."""
     recompute: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
     diagnose: bool = False

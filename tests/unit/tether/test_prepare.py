@@ -106,3 +106,15 @@ def test_out_of_another_run_is_refused(
     message = capsys.readouterr().err
     assert "the run contract differs" in message and "lr: the run has 1e-06, now 0.5" in message
     assert "seed:" not in message
+
+
+def test_fewer_updates_than_are_done_are_refused(
+    tiny_ouro: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A resume cannot go back."""
+    out = RunDirectory(tmp_path / "out")
+    out.create({"contract": {}})
+    (out.checkpoints / "iter_0000006").mkdir()
+    (out.checkpoints / "iter_0000006" / "tether.json").write_text('{"files": {}}')
+    assert run(tiny_ouro, data, out.path, "--resume", updates=5) == 2
+    assert "--updates: got 5, expected at least 6" in capsys.readouterr().err

@@ -1,0 +1,150 @@
+"""Starts what a run needs (its files, the engine, the trainer) and ends it again; exports the result."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from adapters.contract import derive_seed
+from tether.memory import cache_bytes, estimate
+from tether.prepare import Job
+from tether.ranks import from_rank_zero, rank
+from tether.settings import settings_table
+
+if TYPE_CHECKING:
+    from adapters.megatron.trainer import Trainer
+    from adapters.vllm_engine.local import LocalEngine
+    from adapters.vllm_engine.settings import EngineSettings
+
+ENGINE_LOG = "engine.log"
+SMALLEST_CACHE_BYTES = 64 << 20
+
+
+def files(job: Job) -> None:
+    """Makes OUT and writes run.json (rank 0); sends the log of this process to OUT/logs."""
+    if rank() == 0:
+        paths = {name: str(getattr(job.arguments, name).resolve()) for name in ("model", "data")}
+        job.directory.create({**paths, "settings": dataclasses.asdict(job.settings), "contract": job.contract})
+    job.directory.logs.mkdir(parents=True, exist_ok=True)
+    logging.basicConfig(
+        filename=job.directory.logs / f"trainer_rank{rank()}.log",
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        force=True,
+    )
+    logging.captureWarnings(True)
+
+
+@contextlib.contextmanager
+def launch_engine(job: Job) -> Iterator[Callable[[], LocalEngine | None]]:
+    """Starts the engine in the background, on rank 0; it is closed at the end.
+
+    Yields:
+        A function that waits for the engine and returns it, None on other ranks. All ranks must call it together.
+    """
+    with ThreadPoolExecutor(1) as executor:
+        starting = executor.submit(_start_engine, job) if rank() == 0 else None
+
+        def wait() -> LocalEngine | None:
+            from_rank_zero(lambda: starting.result() and None)  # type: ignore[union-attr]
+            return starting.result() if starting else None
+
+        try:
+            yield wait
+        finally:
+            if starting is not None and starting.exception() is None:
+                starting.result().close()
+
+
+def _start_engine(job: Job) -> LocalEngine:
+    from adapters.vllm_engine.local import LocalEngine
+
+    return LocalEngine(engine_settings(job))
+
+
+def engine_settings(job: Job) -> EngineSettings:
+    """The engine of a run; it can score every sequence that it can generate."""
+    import torch
+
+    from adapters.vllm_engine.settings import EngineSettings
+
+    s = job.settings
+    size = s.kv_cache_bytes or (None if torch.cuda.is_available() else max(cache_bytes(job), SMALLEST_CACHE_BYTES))
+    return EngineSettings(
+        model=job.arguments.model.resolve(),
+        log_path=job.directory.logs.resolve() / ENGINE_LOG,
+        max_model_len=job.context_tokens,
+        dtype=s.dtype,
+        max_num_seqs=s.max_concurrent_samples,
+        kv_cache_bytes=size,
+        tensor_parallel=s.rollout_devices,
+        seed=derive_seed(s.seed, "engine") % 2**31,
+        deadline_seconds=s.deadline_seconds,
+    )
+
+
+@contextlib.contextmanager
+def trainer(job: Job) -> Iterator[Trainer]:
+    """Joins the process group and builds the model and its optimizer; the weights are still to be loaded."""
+    import torch
+
+    from adapters.megatron import runtime
+    from adapters.megatron.grpo import GrpoSettings
+    from adapters.megatron.optimizer import OptimizerSettings
+    from adapters.megatron.trainer import Trainer
+
+    s = job.settings
+    optimizer = OptimizerSettings(
+        learning_rate=s.lr,
+        lr_warmup_updates=s.lr_warmup_updates,
+        lr_decay_updates=s.lr_decay_updates,
+        weight_decay=s.weight_decay,
+        max_grad_norm=s.max_grad_norm,
+    )
+    runtime.initialize(
+        runtime.RuntimeSettings(
+            tensor_parallel=s.tensor_parallel,
+            seed=derive_seed(s.seed, "trainer") % 2**32,
+            deadline_seconds=2 * s.deadline_seconds,  # rank 0's own deadline must end first, so that its error arrives
+        )
+    )
+    try:
+        model = job.part("model").build(job.config, dtype=getattr(torch, s.dtype), recompute=s.recompute)
+        yield Trainer(
+            model,
+            optimizer=optimizer,
+            grpo=GrpoSettings(clip_low=s.clip_low, clip_high=s.clip_high),
+            tokens_per_microbatch=s.tokens_per_microbatch,
+        )
+    finally:
+        runtime.shutdown()
+
+
+def export(job: Job) -> None:
+    """Writes OUT/hf from the newest checkpoint, as `python -m tether.convert export` does. Rank 0 only."""
+    from tether.convert import export_weights
+    from tether.stored import open_weights
+
+    export_weights(open_weights(job.directory.path, source=job.arguments.model), job.directory.hf)
+    job.directory.append_event("finished", update=job.arguments.updates)
+
+
+def dry_run_report(job: Job) -> str:
+    """What a run would do, as text."""
+    return "\n".join(
+        [
+            f"model {job.arguments.model}: {job.source.config['model_type']}, {len(job.source.tensors)} tensors",
+            f"data {job.arguments.data}: {len(job.records)} prompts, longest sequence {job.context_tokens} tokens",
+            f"out {job.arguments.out}: {'resume' if job.arguments.resume else 'new run'}, "
+            f"up to update {job.arguments.updates}",
+            "settings:",
+            settings_table(job.settings),
+            "memory estimate:",
+            *(f"  {line}" for line in estimate(job).lines()),
+            "dry run: everything checked, nothing started",
+        ]
+    )

@@ -1,0 +1,169 @@
+"""The driver: generate, reward, advantages, train, publish, evaluate, save.
+
+    python -m tether.train --model M --data D --out O --updates N [--resume] [--set key=value ...] [--dry-run]
+    torchrun --nproc-per-node 2 -m tether.train ... --set train_devices=2
+
+Every rank trains; rank 0 also owns the engine, the data and the files of the run. What rank 0 does alone reaches the
+others through `from_rank_zero`, its errors included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from adapters.contract import EngineError, derive_seed
+from tether import checkpoint, evaluate, rollout, start
+from tether.data import PromptOrder
+from tether.prepare import Job, prepare
+from tether.progress import Progress, closing_lines, last_lines, say
+from tether.ranks import from_rank_zero, rank
+from tether.settings import parse
+
+if TYPE_CHECKING:
+    from adapters.contract import Engine
+    from adapters.megatron.packing import TrainSample
+    from adapters.megatron.trainer import Trainer
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """One command line, from its checks to the export. Returns the exit code: 2 wrong input, 1 a failed engine."""
+    arguments = parse(argv)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        job = prepare(arguments, is_main=rank() == 0)
+        if arguments.dry_run:
+            say(start.dry_run_report(job))
+        else:
+            train(job)
+    except ValueError as error:
+        say(f"tether: {error}")
+        return 2
+    except EngineError as error:
+        say(f"tether: {type(error).__name__}: {error}{last_lines(arguments.out / 'logs' / start.ENGINE_LOG)}")
+        return 1
+    except KeyboardInterrupt:
+        say("tether: interrupted. The newest checkpoint is whole; --resume goes on from it")
+        return 130
+    return 0
+
+
+@dataclass(kw_only=True)
+class Run:
+    """A run in progress: what is open, and how far it is."""
+
+    job: Job
+    trainer: Trainer
+    engine: Engine | None
+    """None on every rank but 0."""
+    order: PromptOrder
+    state: checkpoint.State
+
+
+def train(job: Job) -> None:
+    """Does the updates that are missing, from the start or from the newest checkpoint, and exports the result."""
+    with contextlib.ExitStack() as stack:
+        start.files(job)
+        wait_for_engine = stack.enter_context(start.launch_engine(job))
+        trainer = stack.enter_context(start.trainer(job))
+        state = checkpoint.restore(job, trainer)
+        engine = wait_for_engine()
+        order = PromptOrder(len(job.records), seed=job.settings.seed)
+        run = Run(job=job, trainer=trainer, engine=engine, order=order, state=state)
+
+        publish(run)
+        if state.update == 0:
+            checkpoint.save(job, trainer, state)
+        with Progress(total=job.arguments.updates, done=state.update) as progress:
+            while run.state.update < job.arguments.updates:
+                progress.show(one_update(run))
+        from_rank_zero(lambda: start.export(job))
+    say(closing_lines(job.arguments))
+
+
+def one_update(run: Run) -> dict[str, Any]:
+    """One GRPO update, from prompts to files. Returns its line of metrics."""
+    from adapters.megatron.runtime import require_equal
+
+    job, clock, update = run.job, Clock(), run.state.update + 1
+    require_equal("the execution plan", derive_seed(job.depth.plan(update)))
+
+    samples, metrics = from_rank_zero(lambda: generate(run, update))
+    clock.lap("rollout_seconds")
+    metrics |= run.trainer.train(samples)
+    clock.lap("train_seconds")
+    run.state = replace(run.state, update=update, position=run.state.position + job.settings.prompts_per_update)
+    publish(run)
+    clock.lap("publish_seconds")
+    metrics |= from_rank_zero(lambda: evaluate.held_out(run.engine, job, update))
+    clock.lap("evaluate_seconds")
+    run.state = replace(run.state, metrics={**metrics, **clock.seconds, "save_seconds": None})
+    if update % job.settings.save_every == 0 or update == job.arguments.updates:
+        checkpoint.save(job, run.trainer, run.state)
+    clock.lap("save_seconds")
+    metrics |= clock.seconds
+    from_rank_zero(lambda: job.directory.append_metrics(metrics))
+    return metrics
+
+
+def generate(run: Run, update: int) -> tuple[list[TrainSample], dict[str, Any]]:
+    """Rollouts, rewards and advantages of one update: what the trainer learns from, and their figures. Rank 0 only."""
+    from adapters.megatron.grpo import group_advantages
+
+    job, indices = run.job, run.order.take(run.state.position, run.job.settings.prompts_per_update)
+    assert run.engine is not None
+    samples = rollout.collect(run.engine, job, update=update, records=[job.records[i] for i in indices])
+    rewards = rollout.rewards(job, samples)
+    advantages = group_advantages(rewards, [sample.group for sample in samples])
+    if job.settings.keep_rollouts:
+        job.directory.write_rollouts(update, rollout.to_json(job, samples, rewards, advantages))
+    return rollout.train_samples(samples, advantages), rollout.metrics(job, update, samples, rewards)
+
+
+def publish(run: Run) -> None:
+    """Makes the engine serve the trainer's weights, as this update's version. All ranks gather them together."""
+    tensors = run.trainer.physical_tensors()
+
+    def to_engine() -> None:
+        assert run.engine is not None
+        try:
+            run.engine.publish(run.state.version, tensors)
+        finally:
+            exhaust(tensors)
+
+    if rank() != 0:
+        exhaust(tensors)
+    from_rank_zero(to_engine)
+
+
+def exhaust(tensors: Any) -> None:
+    """Takes part in the gathers that are left: a rank that leaves early strands the others until their deadline."""
+    for _ in tensors:
+        pass
+
+
+class Clock:
+    """Seconds of consecutive phases."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """Ends a phase that began with the one before."""
+        now = time.perf_counter()
+        self.seconds[name], self._last = round(now - self._last, 4), now
+
+
+def _interrupt(*_: object) -> None:
+    """SIGTERM ends a run as Ctrl-C does: the engine is closed on the way out."""
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())
