@@ -86,7 +86,13 @@ def second_turn(rows: list[Row]) -> list[dict[str, Any]]:
 
 
 def rollouts(
-    model: Path, engine: str, policies: tuple[str, ...], mutation: str | None = None, repeat: bool = False
+    model: Path,
+    engine: str,
+    policies: tuple[str, ...],
+    *,
+    mutation: str | None = None,
+    repeat: bool = False,
+    dtype: str = "float32",
 ) -> dict[str, Outcome] | str:
     """Outcomes by policy, or the text of the error that stopped the child.
 
@@ -96,7 +102,7 @@ def rollouts(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.contracts.depth.preload"])
     receive, send = context.Pipe(duplex=False)
-    child = context.Process(target=_child, args=(send, model, engine, policies, mutation, repeat))
+    child = context.Process(target=_child, args=(send, mutation, (model, engine, policies, repeat, dtype)))
     child.start()
     send.close()
     try:
@@ -108,23 +114,23 @@ def rollouts(
         child.join()
 
 
-def _child(send: Any, model: Path, engine: str, policies: tuple[str, ...], mutation: str | None, repeat: bool) -> None:
+def _child(send: Any, mutation: str | None, arguments: tuple[Any, ...]) -> None:
     try:
         if mutation:
             MUTATIONS[mutation]()
-        send.send(_run(model, engine, policies, repeat))
+        send.send(_run(*arguments))
     except Exception as error:
         send.send(f"{type(error).__name__}: {error}")
     os._exit(0)
 
 
-def _run(model: Path, engine: str, policies: tuple[str, ...], repeat: bool) -> dict[str, Outcome]:
+def _run(model: Path, engine: str, policies: tuple[str, ...], repeat: bool, dtype: str) -> dict[str, Outcome]:
     from adapters.vllm_engine.core import Core
     from adapters.vllm_engine.settings import EngineSettings
 
     values = {
         "max_model_len": 256,
-        "dtype": "float32",
+        "dtype": dtype,
         "kv_cache_bytes": 64 << 20,
         "max_num_seqs": 6,
         "max_num_batched_tokens": 512,
@@ -257,7 +263,6 @@ def _trace_ignored() -> None:
         step.recorded = np.where(prompt & (step.position < step.prompt_lengths), 4, 0)
 
     _change_step(change)
-    Records.recorded_checked = False  # type: ignore[attr-defined]
     original = Records.record
 
     def record(self: Any, slots: Any, positions: Any, values: Any) -> None:

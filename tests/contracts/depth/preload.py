@@ -4,7 +4,7 @@ import os
 
 from adapters.vllm_engine.process import environment
 
-os.environ.update(environment(dict(os.environ), cuda=False))
+os.environ.update(environment({"VLLM_LOGGING_LEVEL": "CRITICAL", **os.environ}, cuda=False))
 
 import vllm.entrypoints.llm  # noqa: E402, F401
 import vllm.v1.engine.llm_engine  # noqa: E402, F401
