@@ -66,7 +66,7 @@ find_python() {
 pip_install() {  # pip_install WHAT ARGUMENTS...: shows pip's last words when it fails
   local what=$1
   shift
-  say "installing $what"
+  say "installing $what (a few minutes)"
   "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off "$@" >"$venv/setup.log" 2>&1 && return
   tail -n 8 "$venv/setup.log" >&2
   fail "pip could not install $what (whole log: $venv/setup.log)." \
@@ -100,7 +100,7 @@ make_venv() {
       "On Debian and Ubuntu the module is a package of its own: python$want_python-venv."
   fi
   rm -f "$venv/.tether-stamp"
-  pip_install "requirements/$pins.txt and dev.txt into .venv (once, about 3 minutes)" \
+  pip_install "requirements/$pins.txt and dev.txt into .venv" \
     --no-deps --requirement "$root/requirements/$pins.txt" --requirement "$root/requirements/dev.txt"
   check_torch
   add_project "$venv/bin/python" || fail "could not install the project into $venv, see above."

@@ -20,6 +20,7 @@ from adapters.contract import Manifest
 from adapters.hf_convert.dtypes import DTYPES
 from adapters.hf_convert.export import DEFAULT_SHARD_BYTES, export_directory
 from adapters.hf_convert.names import name_problems, raise_problems, value_problems
+from tether.importing import import_weights
 from tether.stored import Weights, open_weights
 from tether.verify import table, verify
 
@@ -79,6 +80,12 @@ def _export(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _import(arguments: argparse.Namespace) -> int:
+    checkpoint = import_weights(open_weights(arguments.directory), arguments.destination)
+    print(f"{checkpoint}: {arguments.directory} at update 0")
+    return 0
+
+
 def _verify(arguments: argparse.Namespace) -> int:
     against = None if arguments.against is None else open_weights(arguments.against, source=arguments.directory)
     checks = verify(open_weights(arguments.directory), against=against)
@@ -101,6 +108,10 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--source", type=Path, help="directory with config and tokenizer (default: the run's MODEL)")
     export.add_argument("--max-shard-bytes", type=_size, default=DEFAULT_SHARD_BYTES, help="default: %(default)s")
     export.add_argument("--dtype", choices=sorted(DTYPES), help="default: as stored")
+
+    imported = command("import", _import, "a Hugging Face directory -> a Megatron checkpoint of update 0")
+    imported.add_argument("directory", type=Path, help="the Hugging Face directory")
+    imported.add_argument("destination", type=Path, help="where iter_0000000 is written; holds no checkpoint yet")
 
     check = command("verify", _verify, "names, shapes, dtypes, values and digests of a Hugging Face directory")
     check.add_argument("directory", type=Path, help="the Hugging Face directory")

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from adapters.hf_convert.directory import CONFIG, HFDirectory, read_json
 from adapters.hf_convert.dtypes import dtype_name
-from adapters.megatron.checkpoint_reader import METADATA, CheckpointReader
+from adapters.megatron import checkpoint_files
+from adapters.megatron.checkpoint_reader import CheckpointReader
 from providers.registry import provider
 
 RUN_FILE = "run.json"
-LATEST = "latest"
 OPTIMIZER_PREFIX = "optimizer."
 """Megatron keeps moments and master weights under this prefix; every other tensor is a parameter."""
 
@@ -38,16 +39,22 @@ class Weights:
         directory = self.reader
         return ((name, directory.read(name)) for name in names)
 
-    def expected(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each tensor that the model's config asks for, in checkpoint order.
+    @property
+    def model_type(self) -> str:
+        return str(self.source.config.get("model_type"))
+
+    def config(self) -> Any:
+        """The provider's config.
 
         Raises:
-            ValueError: the config is of no known model, or wrong.
+            ValueError: it is of no known model, or wrong.
         """
-        hf = self.source.config
-        model_type = str(hf.get("model_type"))
-        config = provider(model_type, "config").Config.from_hf(hf, where=str(self.source.path / CONFIG))
-        tensors = provider(model_type, "physical").physical_tensors(config)
+        where = str(self.source.path / CONFIG)
+        return provider(self.model_type, "config").Config.from_hf(self.source.config, where=where)
+
+    def expected(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each tensor that the config asks for, in checkpoint order. Raises what `config` raises."""
+        tensors = provider(self.model_type, "physical").physical_tensors(self.config())
         return {name: tensor.shape for name, tensor in tensors.items()}
 
 
@@ -78,29 +85,33 @@ def open_weights(path: Path, *, source: Path | None = None) -> Weights:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that a path means: itself, or the newest one of a run or of its `checkpoints` directory.
+    """The checkpoint that a path means: itself, or the newest complete one of a run or of its `checkpoints` directory.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or the one that is meant is not whole.
     """
-    for place in (path, path / "checkpoints"):
-        if (place / METADATA).is_file():
-            return place
-        if (place / LATEST).is_file():
-            return place / (place / LATEST).read_text().strip()
+    if (path / checkpoint_files.DESCRIPTION).is_file():
+        if problem := checkpoint_files.problem(path):
+            raise ValueError(f"{path}: damaged checkpoint, {problem}; copy it again")
+        return path
+    for directory in (path, path / "checkpoints"):
+        if directory.is_dir() and (newest := checkpoint_files.latest(directory)):
+            return newest
     raise ValueError(
-        f"{path}: neither a Hugging Face directory (no {CONFIG}) nor a checkpoint (no {METADATA}), "
-        f"nor a run with one (no checkpoints/{LATEST})"
+        f"{path}: neither a Hugging Face directory (no {CONFIG}) nor a complete checkpoint "
+        f"(no {checkpoint_files.DESCRIPTION}), nor a run that has one"
     )
 
 
 def _recorded_source(checkpoint: Path) -> Path:
-    """The model that the checkpoint's run started from, as its run.json says."""
+    """The model that a checkpoint comes from, as its own description or the run.json of its run says."""
     run_file = checkpoint.absolute().parent.parent / RUN_FILE
-    source = Path(read_json(run_file)["model"]) if run_file.is_file() else None
-    if source is None or not source.is_dir():
+    recorded = checkpoint_files.read_description(checkpoint).get("extra", {}).get("model")
+    if recorded is None and run_file.is_file():
+        recorded = read_json(run_file).get("model")
+    if recorded is None or not Path(recorded).is_dir():
         raise ValueError(
-            f"{checkpoint}: the model it was trained from {f'({source}) ' if source else ''}cannot be found, "
-            f"looked in {run_file}; say where config.json and the tokenizer are with --source HF_DIR"
+            f"{checkpoint}: the model that it comes from is not there (recorded: {recorded!r}); "
+            "say where its config.json and tokenizer are with --source HF_DIR"
         )
-    return source
+    return Path(recorded)

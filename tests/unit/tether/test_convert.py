@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint
 
 from adapters.hf_convert.directory import HFDirectory
+from adapters.megatron import checkpoint_files as files
 from tether.cli import main as tether
 from tether.convert import main as convert
 from tether.stored import find_checkpoint
@@ -26,9 +29,10 @@ def run_directory(tiny_ouro: Path, tmp_path: Path) -> Path:
     run = tmp_path / "run"
     tensors = load_file(tiny_ouro / WEIGHTS)
     moments = {f"optimizer.state.exp_avg.{name}": torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    directory = run / "checkpoints" / "iter_0000002"
-    checkpoint.save({**tensors, **moments, "iteration": 2}, checkpoint_id=directory, no_dist=True)
-    (run / "checkpoints" / "latest").write_text("iter_0000002\n")
+    staging = files.staging_name(run / "checkpoints", 2)
+    files.prepare(staging)
+    checkpoint.save({**tensors, **moments, "num_updates": 2}, checkpoint_id=staging, no_dist=True)
+    files.commit(staging, files.final_name(run / "checkpoints", 2), {"extra": {}})
     (run / "run.json").write_text(json.dumps({"model": str(tiny_ouro)}))
     return run
 
@@ -150,7 +154,7 @@ def test_bad_input(run_directory: Path, tiny_ouro: Path, tmp_path: Path, capsys:
     assert "neither a Hugging Face directory" in fails("verify", tmp_path / "nowhere")
     moved = tmp_path / "elsewhere"
     shutil.copytree(run_directory / "checkpoints" / "iter_0000002", moved)
-    assert "say where config.json and the tokenizer are with --source" in fails("export", moved, out)
+    assert "say where its config.json and tokenizer are with --source" in fails("export", moved, out)
     other = tmp_path / "other"
     shutil.copytree(tiny_ouro, other)
     config = json.loads((other / "config.json").read_text())
@@ -161,7 +165,23 @@ def test_bad_input(run_directory: Path, tiny_ouro: Path, tmp_path: Path, capsys:
 
 def test_damaged_checkpoint(run_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A checkpoint file that is gone is an error that names the checkpoint, and no export appears."""
-    next(find_checkpoint(run_directory).glob("*.distcp")).unlink()
-    assert convert(["export", str(run_directory), str(tmp_path / "hf")]) == 2
-    assert "damaged checkpoint" in capsys.readouterr().err
+    broken = find_checkpoint(run_directory)
+    next(broken.glob("*.distcp")).unlink()
+    assert convert(["export", str(broken), str(tmp_path / "hf")]) == 2
+    assert f"{broken}: damaged checkpoint, __0_0.distcp: got no file" in capsys.readouterr().err
     assert not (tmp_path / "hf").exists()
+
+
+def test_import_is_what_a_run_starts_from(tiny_ouro: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """HF -> Megatron's own checkpoint -> HF is bitwise, and the checkpoint knows its model without --source."""
+    megatron, hf = tmp_path / "megatron", tmp_path / "hf"
+    # A process of its own: Megatron-Core keeps global state.
+    command = [sys.executable, "-m", "tether.convert", "import", str(tiny_ouro), str(megatron)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == f"{megatron / 'iter_0000000'}: {tiny_ouro} at update 0\n"
+    assert convert(["verify", str(tiny_ouro), "--against", str(megatron)]) == 0
+    assert convert(["export", str(megatron), str(hf)]) == 0
+    assert convert(["verify", str(hf), "--against", str(tiny_ouro)]) == 0
+    assert convert(["import", str(tiny_ouro), str(megatron)]) == 2
+    assert "holds checkpoints already" in capsys.readouterr().err
