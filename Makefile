@@ -12,6 +12,7 @@ style:                ## format and fix what can be fixed
 
 check:                ## lint and types, changing nothing
 	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 
 test:                 ## what CI runs

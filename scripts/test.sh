@@ -10,8 +10,11 @@ export OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1
 # This checkout's code in every process, whichever one the environment was installed from.
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 
-if "$python" -m ruff --version >/dev/null 2>&1; then "$python" -m ruff check .; fi
+# A style fault fails the run at its end, so that one run shows everything and pytest's summary comes last.
+style=0
+if "$python" -m ruff --version >/dev/null 2>&1; then "$python" -m ruff check . || style=1; fi
 case " $* " in
-  *" -m "*) exec "$python" -m pytest "$@" ;;
-  *) exec "$python" -m pytest -m "not slow and not gpu" "$@" ;;
+  *" -m "*) marks=() ;;
+  *) marks=(-m "not slow and not gpu") ;;
 esac
+"$python" -m pytest ${marks[@]+"${marks[@]}"} "$@" && exit $style
