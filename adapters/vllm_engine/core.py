@@ -47,6 +47,10 @@ class Core:
         """Calls a worker method on every worker."""
         return self.engine.collective_rpc(method, args=args)
 
+    def close(self) -> None:
+        """Ends vLLM's workers and removes their shared memory."""
+        self.engine.engine_core.shutdown()
+
     @property
     def num_running(self) -> int:
         return len(self._running)

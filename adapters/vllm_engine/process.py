@@ -52,9 +52,11 @@ def main() -> None:
 
     socket = zmq.Context.instance().socket(zmq.PAIR)
     socket.connect(arguments.address)
-    Service(EngineSettings.from_json(arguments.settings), socket).run()
+    service = Service(EngineSettings.from_json(arguments.settings), socket)
+    service.run()
+    service.core.close()
     socket.close(linger=1000)
-    os._exit(0)  # vLLM's destructors have nothing to save and may take seconds
+    os._exit(0)  # what is left are destructors that have nothing to save and may take seconds
 
 
 if __name__ == "__main__":
