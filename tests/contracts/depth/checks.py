@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from providers.ouro.trace import DepthPolicy
 from tests.oracle import Oracle, rule_violation
 
-from .harness import Row
+from .harness import COIN, Outcome, Row
 
 BOUND = 2e-6  # fp32 against fp64 at weights of std 0.02 and temperature 1; a temperature t divides the rounding by t
 
@@ -57,3 +57,19 @@ def differing(rows: Sequence[Row], reference: Sequence[Row]) -> list[str]:
     """Keys of rows that are not bitwise the reference's (tokens, scores, depths), or that it lacks."""
     by_key = {row.key: row for row in reference}
     return [f"{row.key}" for row in rows if by_key.get(row.key) != row]
+
+
+def what_noticed(
+    got: dict[str, Outcome] | str, policy: str, reference: dict[str, Outcome], oracle: Oracle
+) -> str | None:
+    """What in the checks notices that these outcomes are wrong; None if nothing does."""
+    if isinstance(got, str):
+        return got
+    rows = got[policy].rows
+    try:
+        check_rows(rows, oracle.config["total_ut_steps"])
+        check_against_oracle(rows, oracle, rule=policy != COIN)
+    except AssertionError as error:
+        return str(error)
+    wrong = differing(rows, reference[policy].rows) if policy in reference else []
+    return f"rows differ: {wrong[:3]}" if wrong else None

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.oracle import Oracle
 
-from .checks import check_against_oracle, check_rows, differing
+from .checks import check_against_oracle, check_rows, differing, what_noticed
 from .harness import COIN, MIXED, MUTATIONS, POLICIES, Outcome, rollouts
 
 LAYERS, LOOPS = 3, 4
@@ -83,15 +82,7 @@ def test_mutations_are_caught(plain: dict[str, Outcome], tiny_ouro: Path, oracle
     assert CATCH.keys() == MUTATIONS.keys()
     engine, policy = CATCH[mutation]
     outcomes = rollouts(tiny_ouro, engine, (policy,), mutation=mutation)
-    caught: Any = outcomes
-    if isinstance(outcomes, dict):
-        rows = outcomes[policy].rows
-        try:
-            check_rows(rows, LOOPS)
-            check_against_oracle(rows, oracle, rule=policy != COIN)
-            caught = differing(rows, plain[policy].rows) if policy in plain else []
-        except AssertionError as error:
-            caught = str(error)
+    caught = what_noticed(outcomes, policy, plain, oracle)
     print(f"{mutation}: {str(caught)[:200]}")
     assert caught, f"{mutation!r} went unnoticed"
     assert "TimeoutError" not in str(caught)

@@ -11,6 +11,8 @@ from adapters.contract import SamplingParams, ScoreRequest, Trace
 
 from .conftest import make_requests, run
 
+NUM_LAYERS = 3  # of the tiny model; 12 tokens after a one-token prompt are 1 prefill and 11 decode steps
+
 
 def score_of(request: Any, result: Any, **changes: Any) -> ScoreRequest:
     values = {
@@ -80,3 +82,15 @@ def test_bad_score_requests_fail_alone(engine: Any) -> None:
     scores = engine.score([*requests, good])
     assert all(s.error and not s.logprobs for s in scores[:-1]), scores
     assert scores[-1].logprobs == result.logprobs and [s.request_id for s in scores] == [*bad, good.request_id]
+
+
+def test_shallow_decoding_runs_fewer_layers(engine: Any) -> None:
+    """fixed:2 decodes with exactly half the layer calls of fixed:4; the prompt runs all loops in both."""
+    calls = {}
+    for execution in ("fixed:4", "fixed:2"):
+        before = engine.counters()["layer_calls"]
+        (request,) = make_requests(f"count-{execution}", 1, execution=execution)
+        (result,) = run(engine, [request])
+        prefill = max(result.trace.data) * NUM_LAYERS
+        calls[execution] = engine.counters()["layer_calls"] - before - prefill
+    assert calls["fixed:4"] == 2 * calls["fixed:2"] == NUM_LAYERS * 4 * 11

@@ -1,0 +1,1 @@
+"""Measurements, one JSON a run. Tables in docs are generated from the JSONs, never typed."""
