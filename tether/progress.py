@@ -53,9 +53,9 @@ def summary(metrics: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def say(text: str) -> None:
-    """A message to the person, from rank 0 only."""
-    if rank() == 0:
+def say(text: str, *, every_rank: bool = False) -> None:
+    """A message to the person, from rank 0 alone unless every rank has its own to tell."""
+    if rank() == 0 or every_rank:
         print(text, file=sys.stderr, flush=True)
 
 
@@ -64,7 +64,7 @@ def last_lines(path: Path, count: int = 15) -> str:
     if not path.is_file():
         return ""
     lines = path.read_text(errors="replace").splitlines()[-count:]
-    return f"\nlast lines of {path}:\n" + "\n".join(f"  {line}" for line in lines)
+    return f"last lines of {path}:\n" + "\n".join(f"  {line}" for line in lines)
 
 
 def closing_lines(arguments: RunArguments) -> str:

@@ -7,11 +7,13 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from adapters.contract import derive_seed
+from adapters.contract import EngineError, derive_seed
 from tether.memory import cache_bytes, estimate
 from tether.prepare import Job
+from tether.progress import last_lines
 from tether.ranks import from_rank_zero, rank
 from tether.settings import settings_table
 
@@ -31,7 +33,7 @@ def files(job: Job) -> None:
         job.directory.create({**paths, "settings": dataclasses.asdict(job.settings), "contract": job.contract})
     job.directory.logs.mkdir(parents=True, exist_ok=True)
     logging.basicConfig(
-        filename=job.directory.logs / f"trainer_rank{rank()}.log",
+        filename=trainer_log(job),
         level=logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         force=True,
@@ -131,6 +133,20 @@ def export(job: Job) -> None:
 
     export_weights(open_weights(job.directory.path, source=job.arguments.model), job.directory.hf)
     job.directory.append_event("finished", update=job.arguments.updates)
+
+
+def failure_report(job: Job, error: Exception) -> str:
+    """What went wrong, with the end of the engine's log if the engine is to blame, and where the traceback is."""
+    who = "tether" if rank() == 0 else f"tether rank {rank()}"
+    lines = [f"{who}: {type(error).__name__}: {error}", f"(traceback in {trainer_log(job)})"]
+    if isinstance(error, EngineError) and ENGINE_LOG not in str(error):
+        lines.insert(1, last_lines(job.directory.logs / ENGINE_LOG))
+    return "\n".join(lines)
+
+
+def trainer_log(job: Job) -> Path:
+    """This process's log."""
+    return job.directory.logs / f"trainer_rank{rank()}.log"
 
 
 def dry_run_report(job: Job) -> str:

@@ -10,6 +10,7 @@ others through `from_rank_zero`, its errors included.
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
 import sys
 import time
@@ -17,11 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from adapters.contract import EngineError, derive_seed
+from adapters.contract import derive_seed
 from tether import checkpoint, evaluate, rollout, start
 from tether.data import PromptOrder
 from tether.prepare import Job, prepare
-from tether.progress import Progress, closing_lines, last_lines, say
+from tether.progress import Progress, closing_lines, say
 from tether.ranks import from_rank_zero, rank
 from tether.settings import parse
 
@@ -30,26 +31,34 @@ if TYPE_CHECKING:
     from adapters.megatron.packing import TrainSample
     from adapters.megatron.trainer import Trainer
 
+logger = logging.getLogger(__name__)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """One command line, from its checks to the export. Returns the exit code: 2 wrong input, 1 a failed engine."""
+    """One command line, from its checks to the export.
+
+    Returns:
+        The exit code: 0, 2 for input that cannot be used, 1 for a run that failed, 130 for one that was interrupted.
+    """
     arguments = parse(argv)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         job = prepare(arguments, is_main=rank() == 0)
-        if arguments.dry_run:
-            say(start.dry_run_report(job))
-        else:
-            train(job)
     except ValueError as error:
         say(f"tether: {error}")
         return 2
-    except EngineError as error:
-        say(f"tether: {type(error).__name__}: {error}{last_lines(arguments.out / 'logs' / start.ENGINE_LOG)}")
-        return 1
+    if arguments.dry_run:
+        say(start.dry_run_report(job))
+        return 0
+    try:
+        train(job)
     except KeyboardInterrupt:
         say("tether: interrupted. The newest checkpoint is whole; --resume goes on from it")
         return 130
+    except Exception as error:
+        logger.exception("the run failed")
+        say(start.failure_report(job, error), every_rank=True)
+        return 1
     return 0
 
 

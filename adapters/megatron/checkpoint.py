@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import queue
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ from megatron.core.dist_checkpointing.serialization import (
     get_default_load_sharded_strategy,
     get_default_save_sharded_strategy,
 )
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
@@ -112,6 +114,7 @@ def latest(directory: Path) -> Path | None:
 
 
 def _write(path: Path, trainer: Trainer) -> None:
+    _keep_results_in_process()
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     dist_checkpointing.save(
         _state(trainer, is_loading=False, with_generators=True),
@@ -121,6 +124,18 @@ def _write(path: Path, trainer: Trainer) -> None:
         # From 0.17 on the default asks for another package.
         **_supported(dist_checkpointing.save, async_strategy="mcore"),
     )
+
+
+def _keep_results_in_process() -> None:
+    """Patch: a save that is not asynchronous gets its results from a queue of this process.
+
+    Megatron-Core (0.16 to 0.19) makes a multiprocessing Manager for them: a process that takes seconds to start, holds
+    our standard output and outlives a trainer that is killed. The queue is read where it is filled.
+    """
+    if not hasattr(filesystem_async, "_results_queue"):
+        raise ImportError("this Megatron-Core keeps the results of a save elsewhere; see _keep_results_in_process")
+    if not isinstance(filesystem_async._results_queue, queue.Queue):
+        filesystem_async._results_queue = queue.Queue()
 
 
 def _read(path: Path, trainer: Trainer, layout: dict[str, int]) -> None:
