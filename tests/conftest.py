@@ -18,3 +18,11 @@ def tiny_ouro(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.tiny import write_ouro
 
     return write_ouro(tmp_path_factory.mktemp("tiny_ouro"))
+
+
+@pytest.fixture(scope="session")
+def tiny_olmoe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny fp32 OLMoE checkpoint at std 0.02, the one for exactness tests. Read only: other tests share it."""
+    from tests.tiny import write_olmoe
+
+    return write_olmoe(tmp_path_factory.mktemp("tiny_olmoe"))

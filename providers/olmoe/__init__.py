@@ -1,0 +1,1 @@
+"""OLMoE: a mixture-of-experts model, softmax routing without renormalisation, QK-norm over the full projection."""
