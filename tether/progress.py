@@ -72,7 +72,8 @@ def closing_lines(arguments: RunArguments) -> str:
 
     A recipe that started this process says in TETHER_RECIPE how it is called again.
     """
-    python, out = os.path.relpath(sys.executable), shlex.quote(str(arguments.out))
+    python = min(os.path.relpath(sys.executable), sys.executable, key=len)
+    out = shlex.quote(str(arguments.out))
     recipe = os.environ.get("TETHER_RECIPE") or f"{python} -m tether.train {shlex.join(to_argv(arguments))}"
     return "\n".join(
         [

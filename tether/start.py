@@ -138,7 +138,7 @@ def export(job: Job) -> None:
 def failure_report(job: Job, error: Exception) -> str:
     """What went wrong, with the end of the engine's log if the engine is to blame, and where the traceback is."""
     who = "tether" if rank() == 0 else f"tether rank {rank()}"
-    lines = [f"{who}: {type(error).__name__}: {error}", f"(traceback in {trainer_log(job)})"]
+    lines = [f"{who}: {type(error).__name__}: {error}", f"(traceback in {trainer_log(job)}; --resume goes on)"]
     if isinstance(error, EngineError) and ENGINE_LOG not in str(error):
         lines.insert(1, last_lines(job.directory.logs / ENGINE_LOG))
     return "\n".join(lines)
