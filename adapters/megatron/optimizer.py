@@ -15,7 +15,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 from torch.optim.adam import adam
 
-from adapters.megatron.parallel import RootModule
+from adapters.megatron.root import RootModule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,7 @@ class Adam(torch.optim.Optimizer):
         moments = [self._moments(p) for p in params]
         adam(
             params,
-            [p.grad for p in params],
+            [p.grad for p in params if p.grad is not None],
             [m["exp_avg"] for m in moments],
             [m["exp_avg_sq"] for m in moments],
             [],

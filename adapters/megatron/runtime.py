@@ -25,7 +25,7 @@ class RuntimeSettings:
     tensor_parallel: int = 1
     """Ranks that share one copy of the model, each with a slice of every projection."""
     expert_parallel: int = 1
-    """Ranks that share the experts of one copy."""
+    """Ranks that share the experts of a layer among them, each with some experts, whole."""
     seed: int = 0
     """Seeds Python, NumPy, torch and Megatron's tracker."""
     deadline_seconds: float = 600.0
@@ -53,10 +53,11 @@ def initialize(settings: RuntimeSettings) -> None:
     on_cpu = cpu_runtime.install()
     cpu_runtime.define_missing_te_names()
     world = int(os.environ.get("WORLD_SIZE", 1))
-    if world % (settings.tensor_parallel * settings.expert_parallel):
+    # Experts are divided among ranks of any kind: those of one tensor-parallel group too.
+    if world % settings.tensor_parallel or world % settings.expert_parallel:
         raise ValueError(
-            f"got {world} rank(s), expected a multiple of tensor_parallel * expert_parallel = "
-            f"{settings.tensor_parallel} * {settings.expert_parallel}"
+            f"got {world} rank(s), expected a multiple of tensor_parallel = {settings.tensor_parallel} and of "
+            f"expert_parallel = {settings.expert_parallel}"
         )
     deadline = timedelta(seconds=settings.deadline_seconds)
     _join(on_cpu=on_cpu, world=world, deadline=deadline)
@@ -129,6 +130,7 @@ def _divide(settings: RuntimeSettings) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=settings.tensor_parallel,
         expert_model_parallel_size=settings.expert_parallel,
+        expert_tensor_parallel_size=1,
         distributed_timeout_minutes=settings.deadline_seconds / 60,
     )
 

@@ -20,7 +20,7 @@ from adapters.megatron.grpo import GrpoSettings, policy_loss
 from adapters.megatron.metrics import TokenStatistics
 from adapters.megatron.optimizer import OptimizerSettings, wrap
 from adapters.megatron.packing import PackedBatch, TrainSample, check_samples, pack, plan_microbatches, samples_digest
-from adapters.megatron.parallel import RootModule, gather_whole
+from adapters.megatron.root import RootModule
 from adapters.megatron.runtime import device, raise_together, require_equal
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ class Trainer:
             RuntimeError: the ranks disagree, or loss or gradients are not finite; nothing was changed.
         """
         batches = [pack(batch).to(device()) for batch in self._own_part(samples, for_training=True)]
+        batches = self.model.begin_update(samples, batches, self._run_without_gradients)
         statistics = TokenStatistics(device=device(), num_classes=self.model.num_classes)
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -84,6 +85,7 @@ class Trainer:
         self.num_updates += 1
         return {
             **statistics.reduced(self.model.trace_breakdown or "class"),
+            **self.model.end_update(),
             "grad_norm": float(grad_norm),
             "learning_rate": learning_rate,
             "num_input_tokens": sum(sample.num_inputs for sample in samples),
@@ -101,7 +103,7 @@ class Trainer:
         own_indices = self._plan(samples, for_training=False)
         try:
             with torch.no_grad():
-                for indices in filter(None, own_indices):
+                for indices in own_indices:  # the empty ones too: experts of a micro-batch may live on other ranks
                     scores = self._logprobs(self.ddp, pack([samples[i] for i in indices]).to(device()))
                     for i, part in zip(indices, scores.split([samples[i].num_scored for i in indices]), strict=True):
                         values[starts[i] : starts[i + 1]] = part.double()
@@ -116,10 +118,7 @@ class Trainer:
 
         Every rank must iterate to the end: the gathers are collective.
         """
-        parameters = dict(self.model.named_parameters())
-        for name, tensor in self.model.physical.items():
-            whole = gather_whole(parameters[name].detach(), tensor.partition_dim)
-            yield name, whole.to("cpu", copy=True)
+        return self.model.whole_tensors()
 
     def load_hf(self, directory: HFDirectory) -> None:
         """Sets the parameters from a Hugging Face directory, each rank reading only its slices.
@@ -131,12 +130,11 @@ class Trainer:
         rank = parallel_state.get_tensor_model_parallel_rank()
         size = parallel_state.get_tensor_model_parallel_world_size()
         broken = []
-        for name, parameter in self.model.named_parameters():
+        for name, own in self.model.local_parts():
             dim = self.model.physical[name].partition_dim
             part = directory.read(name) if dim is None else directory.read_shard(name, dim=dim, rank=rank, size=size)
-            with torch.no_grad():
-                parameter.copy_(part)
-            if not torch.isfinite(parameter).all():
+            own.copy_(part)
+            if not torch.isfinite(own).all():
                 broken.append(name)
         error = ValueError(f"{directory.path}: {len(broken)} tensor(s) hold values that are not finite: {broken[:10]}")
         raise_together(error if broken else None)
@@ -178,6 +176,10 @@ class Trainer:
             temperature=batch.temperatures,
         )
 
+    @torch.no_grad()
+    def _run_without_gradients(self, batch: PackedBatch) -> Tensor:
+        return self._logprobs(self.ddp, batch)
+
     def _forward_backward(self, batches: list[PackedBatch], statistics: TokenStatistics) -> None:
         """Gradients of the update, reduced over ranks and divided by the global token count."""
         agreed = False
@@ -215,7 +217,9 @@ class Trainer:
         if batch.trace is not None and self.model.trace_breakdown:
             classes = self.model.classify(batch.trace[batch.rows.cpu()]).to(logprobs.device)
         statistics.add(loss, classes)
-        return loss.sum, torch.tensor(len(logprobs), dtype=torch.int, device=logprobs.device), {}
+        side = self.model.side_loss()
+        total = loss.sum if side is None else loss.sum + side
+        return total, torch.tensor(len(logprobs), dtype=torch.int, device=logprobs.device), {}
 
     def _refuse_non_finite_gradients(self) -> None:
         """Raises on every rank, naming parameters, before anything is stepped."""

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
 )
@@ -23,18 +22,17 @@ from torch.utils.checkpoint import checkpoint
 
 from adapters.megatron.attention import Attention as AttentionKernel
 from adapters.megatron.attention import AttentionView, ReplayLayout, replay_layout, sdpa_attention
-from adapters.megatron.logprobs import selected_logprobs
 from adapters.megatron.parallel import (
     Column,
     Embedding,
     Part,
     RMSNorm,
-    RootModule,
     Row,
     Sequence,
     pad_rows,
     transformer_config,
 )
+from adapters.megatron.root import RootModule
 from adapters.megatron.rotary import rotary_embedding, rotate
 from providers.ouro.config import OuroConfig
 from providers.ouro.physical import physical_tensors
@@ -259,13 +257,13 @@ class Ouro(RootModule):
         """
         layout = replay_layout(cu_seqlens, trace, max_passes=self.ouro.num_loops, device=tokens.device)
         hidden = self.model(tokens, layout)
-        if rows is not None:
-            hidden = hidden[rows]
-        hidden = copy_to_tensor_model_parallel_region(hidden)
-        if targets is None:
-            return self.lm_head(hidden)
-        return selected_logprobs(
-            hidden, self.lm_head, targets, temperature=temperature, chunk_rows=self.logprob_chunk_rows
+        return self.read_out(
+            hidden,
+            self.lm_head,
+            rows=rows,
+            targets=targets,
+            temperature=temperature,
+            chunk_rows=self.logprob_chunk_rows,
         )
 
     def check_trace(self, trace: Tensor, num_prompt_tokens: int) -> None:

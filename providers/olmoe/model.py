@@ -1,0 +1,302 @@
+"""OLMoE for training: a Megatron-Core module tree whose parameters carry the checkpoint's own names.
+
+One micro-batch is a packed stream of tokens, the boundaries of its sequences, and the experts each token used in each
+layer (its trace). Experts are stacked per layer; checkpoints and publications name them one by one.
+
+Legend: T packed tokens, L layers, K experts of a token, R scored rows, H hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from adapters.megatron.attention import Attention as AttentionKernel
+from adapters.megatron.attention import AttentionView, replay_layout, sdpa_attention
+from adapters.megatron.moe import MoE, Routed, moe_config
+from adapters.megatron.parallel import (
+    Column,
+    Embedding,
+    Part,
+    RMSNorm,
+    Row,
+    SplitRMSNorm,
+    pad_rows,
+    transformer_config,
+)
+from adapters.megatron.parallel import Sequence as Layers
+from adapters.megatron.root import RootModule
+from adapters.megatron.rotary import rotary_embedding, rotate
+from adapters.megatron.routing import RouterSettings, UpdateRouting
+from providers.olmoe.config import OlmoeConfig
+from providers.olmoe.physical import physical_tensors
+from providers.olmoe.trace import problem_of, row_shape
+
+if TYPE_CHECKING:
+    from adapters.megatron.packing import PackedBatch, TrainSample
+
+
+def build(
+    config: OlmoeConfig,
+    *,
+    dtype: torch.dtype,
+    recompute: bool = False,
+    sequence_parallel: bool | None = None,
+    attention: AttentionKernel = sdpa_attention,
+    logprob_chunk_rows: int = 2048,
+    dispatcher: str = "alltoall",
+    router: RouterSettings | None = None,
+) -> Olmoe:
+    """This rank's part of an OLMoE. Call after `runtime.initialize`; the weights are NaN until they are loaded.
+
+    Args:
+        config: the checkpoint's shape.
+        dtype: of parameters and activations (bf16 training keeps fp32 masters in the optimizer); routers use fp32.
+        recompute: keep one layer's input per layer and compute the rest again in backward.
+        sequence_parallel: cut the activations between projections over the tensor-parallel ranks. None does so when
+            there are several: experts need it there.
+        attention: the kernel; it sees query positions and sequence boundaries.
+        logprob_chunk_rows: rows of logits alive at once.
+        dispatcher: how tokens reach the experts of other ranks, "alltoall" or "allgather".
+        router: the routers' losses, and which experts a training pass takes.
+
+    Raises:
+        ValueError: sizes that the ranks cannot share, all in one message.
+    """
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    sequence_parallel = size > 1 if sequence_parallel is None else sequence_parallel
+    _check_divides(config, size, sequence_parallel)
+    shape = transformer_config(
+        dtype=dtype,
+        sequence_parallel=sequence_parallel,
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.intermediate_size,
+        num_attention_heads=config.num_heads,
+        num_query_groups=config.num_kv_heads,
+        kv_channels=config.head_dim,
+        layernorm_epsilon=config.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        **moe_config(
+            num_experts=config.num_experts,
+            top_k=config.top_k,
+            width=config.intermediate_size,
+            dispatcher=dispatcher,
+            dtype=dtype,
+        ),
+    )
+    return Olmoe(
+        shape,
+        config,
+        recompute=recompute,
+        attention=attention,
+        logprob_chunk_rows=logprob_chunk_rows,
+        router=router or RouterSettings(),
+    )
+
+
+def _check_divides(config: OlmoeConfig, tensor_parallel: int, sequence_parallel: bool) -> None:
+    experts = parallel_state.get_expert_model_parallel_world_size()
+    sizes = {n: getattr(config, n) for n in ("num_heads", "num_kv_heads", "vocab_size")}
+    cut = f"tensor_parallel {tensor_parallel}"
+    problems = [f"{cut} does not divide {name} {value}" for name, value in sizes.items() if value % tensor_parallel]
+    if config.num_experts % experts:
+        problems.append(f"expert_parallel {experts} does not divide num_experts {config.num_experts}")
+    if tensor_parallel > 1 and not sequence_parallel:
+        problems.append(f"{cut} needs sequence_parallel: otherwise every rank would run every token's experts")
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+class Attention(Part):
+    """Causal attention over the packed sequences. Queries and keys are normed over their whole projection."""
+
+    def __init__(self, shape: TransformerConfig, kernel: AttentionKernel, clip: float | None) -> None:
+        super().__init__(shape)
+        self.kernel, self.head_dim, self.clip = kernel, shape.kv_channels, clip
+        queries, keys = (n * shape.kv_channels for n in (shape.num_attention_heads, shape.num_query_groups))
+        self.q_proj = Column(shape, shape.hidden_size, queries)
+        self.k_proj = Column(shape, shape.hidden_size, keys)
+        self.v_proj = Column(shape, shape.hidden_size, keys)
+        self.o_proj = Row(shape, queries, shape.hidden_size)
+        self.q_norm, self.k_norm = SplitRMSNorm(shape, queries), SplitRMSNorm(shape, keys)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], view: AttentionView) -> Tensor:
+        whole = self.enter(x)
+        real = whole[: view.num_queries]
+        q, k, v = self.q_norm(self.q_proj(real)), self.k_norm(self.k_proj(real)), self.v_proj(real)
+        if self.clip is not None:
+            q, k, v = (each.clamp(-self.clip, self.clip) for each in (q, k, v))
+        q, k, v = (each.unflatten(-1, (-1, self.head_dim)) for each in (q, k, v))
+        out = self.kernel(rotate(q, *rotary), rotate(k, *rotary), v, view)
+        return self.o_proj(F.pad(out, (0, 0, 0, len(whole) - len(out))))
+
+
+class Layer(Part):
+    """Attention and experts, each behind a norm."""
+
+    def __init__(self, shape: TransformerConfig, kernel: AttentionKernel, clip: float | None) -> None:
+        super().__init__(shape)
+        self.self_attn, self.mlp = Attention(shape, kernel, clip), MoE(shape)
+        self.input_layernorm = RMSNorm(shape, shape.hidden_size)
+        self.post_attention_layernorm = RMSNorm(shape, shape.hidden_size)
+
+    def forward(
+        self,
+        x: Tensor,
+        experts: Tensor | None,
+        load: Tensor,
+        num_real: int,
+        rotary: tuple[Tensor, Tensor],
+        view: AttentionView,
+    ) -> tuple[Tensor, Routed]:
+        x = x + self.self_attn(self.input_layernorm(x), rotary, view)
+        out, routed = self.mlp(self.post_attention_layernorm(x), experts, load, num_real)
+        return x + out, routed
+
+
+class Body(Part):
+    """Embedding, layers and the last norm."""
+
+    def __init__(
+        self, shape: TransformerConfig, config: OlmoeConfig, *, recompute: bool, attention: AttentionKernel
+    ) -> None:
+        super().__init__(shape)
+        self.olmoe, self.recompute = config, recompute
+        self.embed_tokens = Embedding(shape, config.vocab_size)
+        self.layers = Layers(shape, (Layer(shape, attention, config.clip_qkv) for _ in range(config.num_layers)))
+        self.norm = RMSNorm(shape, config.hidden_size)
+
+    def forward(
+        self, tokens: Tensor, cu_seqlens: Tensor, trace: Tensor | None, load: Tensor, num_real: int
+    ) -> tuple[Tensor, list[Routed]]:
+        """[T] token ids and [T, L, K] experts -> [T, H] and what each layer's router did with this rank's tokens."""
+        layout = replay_layout(cu_seqlens, None, max_passes=1, device=tokens.device)
+        x, start = self._enter(self.embed_tokens(tokens))
+        rotary = rotary_embedding(
+            layout.positions, head_dim=self.olmoe.head_dim, theta=self.olmoe.rope_theta, dtype=x.dtype
+        )
+        own_real = min(max(num_real - start, 0), len(x))
+        experts = None if trace is None else self._own_experts(trace, start, len(x))
+        routed = []
+        for index, layer in enumerate(self.layers):
+            chosen = None if experts is None else experts[:, index]
+            inputs = (x, chosen, load[index], own_real, rotary, layout.views[0])
+            if self.recompute and torch.is_grad_enabled():
+                x, each = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x, each = layer(*inputs)
+            routed.append(each)
+        x = self.norm(x)
+        if self.config.sequence_parallel:
+            x = gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False)
+        return x[: len(tokens)], routed
+
+    def _enter(self, hidden: Tensor) -> tuple[Tensor, int]:
+        """This rank's rows of the padded stream, and the place of the first of them."""
+        hidden = pad_rows(hidden, self.config.tensor_model_parallel_size)
+        if self.config.moe_token_dispatcher_type == "allgather":
+            rows = torch.tensor(len(hidden), device=hidden.device)
+            dist.all_reduce(rows, dist.ReduceOp.MAX, group=parallel_state.get_expert_tensor_and_model_parallel_group())
+            hidden = F.pad(hidden, (0, 0, 0, int(rows) - len(hidden)))
+        if not self.config.sequence_parallel:
+            return hidden, 0
+        own = scatter_to_sequence_parallel_region(hidden)
+        return own, parallel_state.get_tensor_model_parallel_rank() * len(own)
+
+    def _own_experts(self, trace: Tensor, start: int, count: int) -> Tensor:
+        """The trace of this rank's rows; padding takes the first experts, which changes nothing that is read."""
+        padding = torch.arange(self.olmoe.top_k, device=trace.device).expand(count, self.olmoe.num_layers, -1)
+        return torch.cat([trace[start : start + count], padding])[:count]
+
+
+class Olmoe(RootModule):
+    """The whole model. See `build`."""
+
+    def __init__(
+        self,
+        shape: TransformerConfig,
+        config: OlmoeConfig,
+        *,
+        recompute: bool,
+        attention: AttentionKernel,
+        logprob_chunk_rows: int,
+        router: RouterSettings,
+    ) -> None:
+        super().__init__(shape)
+        self.olmoe, self.logprob_chunk_rows = config, logprob_chunk_rows
+        self.model = Body(shape, config, recompute=recompute, attention=attention)
+        self.lm_head = Column(shape, config.hidden_size, config.vocab_size)
+        self.routing = UpdateRouting(
+            router, num_layers=config.num_layers, num_experts=config.num_experts, top_k=config.top_k
+        )
+        self.finish(physical_tensors(config), vocab_size=config.vocab_size)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        cu_seqlens: Tensor,
+        trace: Tensor | None = None,
+        rows: Tensor | None = None,
+        targets: Tensor | None = None,
+        temperature: Tensor | float = 1.0,
+    ) -> Tensor:
+        """Logits, or log-probs of given tokens.
+
+        Args:
+            tokens: [T] int64, the packed sequences.
+            cu_seqlens: [S + 1] int, their boundaries; best on the CPU.
+            trace: [T, L, K] int, the experts to take; None lets the routers choose.
+            rows: [R] int64, the rows wanted; None is all. A batch without any stands for a rank without work.
+            targets: [R] int64, the token that follows each row.
+            temperature: one value or [R] fp32; only with targets.
+
+        Returns:
+            Without targets the logits [R, V / tp]; with them their log-probs [R] in fp32.
+
+        Raises:
+            ValueError: the trace does not fit the tokens.
+        """
+        if trace is not None:
+            wanted = (len(tokens), *row_shape(self.olmoe))
+            if tuple(trace.shape) != wanted:
+                raise ValueError(f"experts: got shape {tuple(trace.shape)}, expected {wanted}")
+            trace = trace.to(tokens.device, torch.int64)
+        num_real = 0 if rows is not None and len(rows) == 0 else len(tokens)
+        hidden, self.routing.layers = self.model(tokens, cu_seqlens, trace, self.routing.load, num_real)
+        return self.read_out(
+            hidden,
+            self.lm_head,
+            rows=rows,
+            targets=targets,
+            temperature=temperature,
+            chunk_rows=self.logprob_chunk_rows,
+        )
+
+    def check_trace(self, trace: Tensor, num_prompt_tokens: int) -> None:
+        """Refuses rows of another shape, an expert that does not exist, was not recorded, or comes twice in a layer."""
+        if tuple(trace.shape[1:]) != row_shape(self.olmoe):
+            raise ValueError(f"experts: got rows of shape {tuple(trace.shape[1:])}, expected {row_shape(self.olmoe)}")
+        if problem := problem_of(trace.cpu().numpy(), self.olmoe):
+            raise ValueError(problem)
+
+    def begin_update(
+        self, samples: Sequence[TrainSample], batches: list[PackedBatch], run: Callable[[PackedBatch], Any]
+    ) -> list[PackedBatch]:
+        return self.routing.begin(samples, batches, run)
+
+    def side_loss(self) -> Tensor | None:
+        return self.routing.side_loss()
+
+    def end_update(self) -> dict[str, float]:
+        return self.routing.end()
