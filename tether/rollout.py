@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from adapters.contract import Engine, EngineError, GenerationRequest, GenerationResult, SamplingParams, derive_seed
+from adapters.contract import (
+    Engine,
+    EngineError,
+    GenerationRequest,
+    GenerationResult,
+    SamplingParams,
+    Version,
+    derive_seed,
+)
 from tether.data import Record
 from tether.prepare import Job
 from tether.rewards import checked_reward
@@ -31,11 +39,11 @@ class Sample:
     """The decoded response, special tokens left out."""
 
 
-def collect(engine: Engine, job: Job, *, update: int, records: Sequence[Record]) -> list[Sample]:
+def collect(engine: Engine, job: Job, *, update: int, version: Version, records: Sequence[Record]) -> list[Sample]:
     """Generates a group of samples for each record. Their order is that of the records, however results arrive.
 
     Raises:
-        EngineError: the engine failed, or requests did; names them.
+        EngineError: the engine failed, or requests did (names them), or other weights than `version` made a sample.
         ValueError: a trace does not fit its sample; names the sample.
     """
     settings, plan = job.settings, job.depth.plan(update)
@@ -53,6 +61,8 @@ def collect(engine: Engine, job: Job, *, update: int, records: Sequence[Record])
         for i in range(settings.group_size)
     ]
     results = in_order(requests, engine.generate(requests))
+    if stale := {str(result.version) for result in results} - {str(version)}:
+        raise EngineError(f"rollout: weights {', '.join(sorted(stale))} made samples, expected {version} only")
     groups = [group for group in range(len(records)) for _ in range(settings.group_size)]
     return [
         _sample(job, record=records[group], group=group, request=request, result=result)

@@ -128,9 +128,10 @@ def generate(run: Run, update: int) -> tuple[list[TrainSample], dict[str, Any]]:
     """Rollouts, rewards and advantages of one update: what the trainer learns from, and their figures. Rank 0 only."""
     from adapters.megatron.grpo import group_advantages
 
-    job, indices = run.job, run.order.take(run.state.position, run.job.settings.prompts_per_update)
+    job, state = run.job, run.state
     assert run.engine is not None
-    samples = rollout.collect(run.engine, job, update=update, records=[job.records[i] for i in indices])
+    records = [job.records[i] for i in run.order.take(state.position, job.settings.prompts_per_update)]
+    samples = rollout.collect(run.engine, job, update=update, version=state.version, records=records)
     rewards = rollout.rewards(job, samples)
     advantages = group_advantages(rewards, [sample.group for sample in samples])
     if job.settings.keep_rollouts:

@@ -54,8 +54,11 @@ def job(tiny_ouro: Path, tmp_path: Path) -> Job:
     )
 
 
-def collect(engine: Any, job: Job, update: int = 1) -> list[rollout.Sample]:
-    return rollout.collect(engine, job, update=update, records=job.records)
+SERVED = Version(incarnation=1, update=0)
+
+
+def collect(engine: Any, job: Job, update: int = 1, version: Version = SERVED) -> list[rollout.Sample]:
+    return rollout.collect(engine, job, update=update, version=version, records=job.records)
 
 
 def test_samples_come_in_the_order_of_the_records(job: Job) -> None:
@@ -86,6 +89,12 @@ def test_failed_requests_are_named(job: Job) -> None:
         collect(ScriptedEngine(failing=failing), job)
     assert "2 of 6 requests failed" in str(failed.value)
     assert all(f"{name}: out of cache" in str(failed.value) for name in failing)
+
+
+def test_samples_of_other_weights_are_refused(job: Job) -> None:
+    """An engine that missed a publication would train the policy on another policy's samples."""
+    with pytest.raises(EngineError, match=r"weights 1\.0 made samples, expected 2\.0 only"):
+        collect(ScriptedEngine(), job, version=Version(incarnation=2, update=0))
 
 
 def test_a_trace_that_does_not_fit_names_the_sample(job: Job) -> None:
