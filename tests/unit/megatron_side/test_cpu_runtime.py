@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import types
 from collections.abc import Iterator
 
@@ -61,14 +59,3 @@ def test_nothing_happens_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     before = torch.cuda.current_device
     assert cpu_runtime.install() is False and torch.cuda.current_device is before
-
-
-def test_a_model_may_be_imported_first() -> None:
-    """Whether Megatron-Core was imported before the runtime or after makes no difference."""
-    code = (
-        "import providers.ouro.model\n"
-        "from adapters.megatron.runtime import RuntimeSettings, initialize, shutdown\n"
-        "for _ in range(2):\n"
-        "    initialize(RuntimeSettings()); shutdown()\n"
-    )
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.megatron_side.ranks import findings, launch
+from tests.unit.megatron_side.ranks import alone, findings, launch
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_ouro: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Everything is run once: one process, a fresh one that resumes, two ranks in two layouts, one process again."""
+def folder(tiny_ouro: Path, tmp_path_factory: pytest.TempPathFactory, megatron: None) -> Path:
+    """Everything is run once: this process alone, two ranks in two layouts, and a fresh process that goes on."""
     folder = tmp_path_factory.mktemp("ranks")
     shutil.copytree(tiny_ouro, folder / "model")
-    launch(["alone"], folder=folder, world=1)
+    torch.save(alone(folder), folder / "alone.pt")
     launch(["data_parallel", "tensor_parallel"], folder=folder, world=2)
     launch(["resumed", "from_halves"], folder=folder, world=1)
     return folder

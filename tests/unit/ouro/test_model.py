@@ -17,8 +17,8 @@ from tests.unit.ouro import reference
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
-LENGTHS = (1, 2, 13, 5, 17, 8, 3, 11)
-PROMPTS = (1, 1, 4, 2, 1, 7, 2, 5)
+LENGTHS = (1, 2, 13, 5, 9, 7, 3)
+PROMPTS = (1, 1, 4, 2, 1, 6, 2)
 LOOPS = 4
 TEMPERATURE = 0.7
 
@@ -237,7 +237,7 @@ def test_rows_and_chunks(tiny_ouro: Path, cases: Any) -> None:
     """Scores at some rows, in chunks, with a temperature per row, are those of the whole matrix."""
     model, _, _ = load(tiny_ouro, dtype=torch.float32, logprob_chunk_rows=7)
     tokens, boundaries, depths = cases[True]["batch"]
-    rows = torch.tensor([0, 2, 3, 9, 20, 21, 22, 40, 41, 59])
+    rows = torch.tensor([0, 2, 3, 9, 16, 20, 21, 22, 38, 39])
     temperature = torch.linspace(0.5, 1.5, len(rows))
     with torch.no_grad():
         whole = model(tokens, boundaries, depths)[rows] / temperature[:, None]
