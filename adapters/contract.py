@@ -27,8 +27,20 @@ class EngineDead(EngineError):
     """The engine process is gone. Start another one; the old version can be published to it."""
 
 
+class EngineStartFailed(EngineDead):
+    """The engine process ended before it served: a wrong directory, wrong settings, no room for the weights."""
+
+
+class PluginMissing(EngineStartFailed):
+    """vLLM came up without Tether's plugin: it would have served another model without a trace."""
+
+
+class EngineOutOfMemory(EngineDead):
+    """The engine process ran out of memory, on the host or the device, and ended."""
+
+
 class EngineTimeout(EngineError):
-    """The engine did not answer within the deadline. Its state is unknown until `health` answers."""
+    """The engine did not answer within the deadline, or its heart stopped. Its state is unknown until `health`."""
 
 
 class EngineBlocked(EngineError):

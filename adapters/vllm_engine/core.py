@@ -10,7 +10,15 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from adapters.contract import GenerationRequest, GenerationResult, ScoreRequest, ScoreResult, Trace, Version
+from adapters.contract import (
+    GenerationRequest,
+    GenerationResult,
+    PluginMissing,
+    ScoreRequest,
+    ScoreResult,
+    Trace,
+    Version,
+)
 
 from . import patches
 from .records import Record
@@ -32,12 +40,10 @@ class Core:
     """One vLLM engine, stepped by its owner. Not for use from several threads."""
 
     def __init__(self, settings: EngineSettings) -> None:
-        self.engine = LLMEngine.from_engine_args(_engine_args(settings))
-        if not patches.applied():
-            raise RuntimeError(
-                "vLLM started without Tether's plugin, see its log above for the reason. Is the project installed "
-                "(scripts/setup.sh), so that the entry point vllm.general_plugins 'tether' exists?"
-            )
+        try:
+            self.engine = LLMEngine.from_engine_args(_engine_args(settings))
+        finally:
+            _check_plugin()  # first: without it vLLM's own error would be about an unknown model
         (self.trace_kind, *_) = self.rpc("tether_install", settings.execution)
         self.model_config = self.engine.vllm_config.model_config
         self._running: dict[str, Running] = {}
@@ -46,6 +52,11 @@ class Core:
     def rpc(self, method: str, *args: Any) -> list[Any]:
         """Calls a worker method on every worker."""
         return self.engine.collective_rpc(method, args=args)
+
+    def check_workers(self) -> None:
+        """Raises RuntimeError if a worker process died: what is left cannot serve anything."""
+        if getattr(self.engine.model_executor, "is_failed", False):
+            raise RuntimeError("a worker process of the engine died, see the log above")
 
     def close(self) -> None:
         """Ends vLLM's workers and removes their shared memory."""
@@ -192,6 +203,14 @@ class Core:
             version=version,
             finish_reason=reason,  # type: ignore[arg-type]
             trace=trace,
+        )
+
+
+def _check_plugin() -> None:
+    if not patches.applied():
+        raise PluginMissing(
+            "vLLM started without Tether's plugin, see its log above for the reason. Is the project installed "
+            "(scripts/setup.sh), so that the entry point vllm.general_plugins 'tether' exists?"
         )
 
 

@@ -1,34 +1,23 @@
 """LocalEngine: vLLM in a process of its own on this machine, behind the engine contract.
 
-The process is started here, supervised by its pid, spoken to over a Unix socket, and ends when this process does. Every
-wait has a deadline; a process that died is an error that shows the last lines of its log.
+The process is started here, supervised, spoken to over a Unix socket (`connection`), and ends when this process does.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
+import logging
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import torch
-import zmq
 
 from adapters.contract import (
-    EngineDead,
-    EngineTimeout,
     GenerationRequest,
     GenerationResult,
     Health,
+    Manifest,
     PublishReport,
     ScoreRequest,
     ScoreResult,
@@ -36,52 +25,47 @@ from adapters.contract import (
 )
 from adapters.hf_convert.manifest import manifest_of
 
-from . import messages, shared_memory
-from .process import environment
+from . import leftovers, messages, shared_memory
+from .connection import Connection
 from .settings import EngineSettings
 
-POLL_MILLISECONDS = 200
-LOG_LINES = 30
+PROCESS = "adapters.vllm_engine.process"
+InFlight = Literal["drain", "abort"]
+
+logger = logging.getLogger(__name__)
+
+
+class Committed(msgspec.Struct, frozen=True, kw_only=True):
+    """The version that the engine serves, whole, in the buckets that it was published with.
+
+    They cost nothing while the engine runs: its workers hold the same pages to roll back to. They are what a restarted
+    engine is given.
+    """
+
+    version: Version
+    manifest: Manifest
+    buckets: tuple[shared_memory.Bucket, ...]
 
 
 class LocalEngine:
     """A running engine. Use as a context manager, or call `close`. Not for use from several threads."""
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: EngineSettings, *, module: str = PROCESS) -> None:
         """Starts the process and waits until it serves.
 
+        Args:
+            module: what runs in it. Tests pass one that breaks something first.
+
         Raises:
-            EngineDead: the process ended while starting; the message shows its log.
+            EngineStartFailed: the process ended while starting; the message shows its log.
             EngineTimeout: it did not come up within `settings.start_seconds`.
         """
-        self.settings = settings
-        self._calls = itertools.count(1)
-        self._results: deque[GenerationResult] = deque()
-        self._answers: dict[int, messages.Reply | messages.Failure] = {}
-        self._ready: messages.Ready | None = None
-        shared_memory.remove_abandoned()
-        self._directory = Path(tempfile.mkdtemp(prefix="tether-engine-"))
-        self._socket = zmq.Context.instance().socket(zmq.PAIR)
-        self._socket.bind(address := f"ipc://{self._directory}/socket")
-        self._process = self._start(address)
-        try:
-            self._wait_for(lambda: self._ready, settings.start_seconds, "start")
-        except BaseException:
-            self.close()
-            raise
-
-    def _start(self, address: str) -> subprocess.Popen[bytes]:
-        self.settings.log_path.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "adapters.vllm_engine.process"]
-        command += ["--address", address, "--settings", self.settings.to_json()]
-        with open(self.settings.log_path, "ab") as log:
-            return subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env=environment(dict(os.environ), cuda=torch.cuda.is_available()),
-            )
+        self.settings, self._module = settings, module
+        self._committed: Committed | None = None
+        self._unread: set[str] = set()
+        if removed := leftovers.remove_abandoned():
+            logger.info("removed what killed processes left behind: %s", sorted(str(path) for path in removed))
+        self._connection = Connection(settings, module)
 
     def __enter__(self) -> LocalEngine:
         return self
@@ -91,53 +75,63 @@ class LocalEngine:
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._connection.pid
 
     @property
     def trace_kind(self) -> str:
-        assert self._ready is not None
-        return self._ready.trace_kind
+        assert self._connection.ready is not None
+        return self._connection.ready.trace_kind
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
         """See `contract.Engine.generate`. Sent when iteration starts; what is not consumed is aborted."""
         pending = {r.request_id for r in requests}
         if len(pending) != len(requests):
             raise ValueError("generate: two requests share an id; results could not be told apart")
-        self._results.clear()
-        self._call(messages.Generate(call_id=next(self._calls), requests=tuple(requests)))
+        self._forget_unread()
+        results, self._unread = self._connection.results, pending
+        self._connection.call(messages.Generate, requests=tuple(requests))
         try:
             while pending:
-                self._wait_for(lambda: self._results, self.settings.deadline_seconds, "the next result")
-                while self._results:
-                    result = self._results.popleft()
+                self._connection.wait_for(lambda: results, "the next result")
+                while results:
+                    result = results.popleft()
                     pending.discard(result.request_id)
                     yield result
-        finally:
-            if pending and self._process.poll() is None:
-                self.abort(pending)
-                self._results.clear()
+        except GeneratorExit:
+            self._forget_unread()
+            raise
+
+    def _forget_unread(self) -> None:
+        """Ends requests of an earlier call that nobody reads any more, and drops what they became."""
+        if self._unread:
+            self.abort(self._unread)
+            self._unread = set()
+        self._connection.results.clear()
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        self._call(messages.Abort(call_id=next(self._calls), request_ids=tuple(request_ids)))
+        self._connection.call(messages.Abort, request_ids=tuple(request_ids))
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[ScoreResult]:
         if len({r.request_id for r in requests}) != len(requests):
             raise ValueError("score: two requests share an id")
-        return self._call(messages.Score(call_id=next(self._calls), requests=tuple(requests)), list[ScoreResult])
+        return self._connection.call(messages.Score, list[ScoreResult], requests=tuple(requests))
 
     def publish(
         self,
         version: Version,
         tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
         *,
-        in_flight: Literal["drain", "abort"] = "drain",
+        in_flight: InFlight = "drain",
     ) -> PublishReport:
         """See `contract.Engine.publish`. Tensors are copied once, into shared memory that the workers map.
+
+        After EngineDead or EngineTimeout, call `restart` and publish again: if the commit had reached the engine, the
+        same version with the same content is accepted as done.
 
         Args:
             in_flight: what happens to running requests before commit: they finish, or end with what they have.
         """
-        clock = _Clock()
+        clock = Clock()
         buckets: list[shared_memory.Bucket] = []
         pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
         try:
@@ -145,10 +139,12 @@ class LocalEngine:
             clock.lap("gather")
             manifest = manifest_of(pair for bucket in buckets for pair in shared_memory.map_bucket(bucket))
             clock.lap("digest")
-            if not self._call(messages.Begin(call_id=next(self._calls), version=version, manifest=manifest), bool):
-                self._transact(buckets, in_flight, clock)
-        finally:
+            offered = Committed(version=version, manifest=manifest, buckets=tuple(buckets))
+            self._transact(offered, in_flight, clock)
+        except BaseException:
             shared_memory.remove_buckets(buckets)
+            raise
+        self._keep(offered)
         return PublishReport(
             version=version,
             manifest_digest=manifest.digest,
@@ -156,85 +152,52 @@ class LocalEngine:
             seconds=clock.seconds,
         )
 
-    def _transact(
-        self, buckets: Sequence[shared_memory.Bucket], in_flight: Literal["drain", "abort"], clock: _Clock
-    ) -> None:
-        for bucket in buckets:
-            self._call(messages.Stage(call_id=next(self._calls), bucket=bucket))
-        clock.lap("stage")
-        self._call(messages.Prepare(call_id=next(self._calls)))
-        clock.lap("prepare")
-        self._call(messages.Commit(call_id=next(self._calls), in_flight=in_flight))
-        clock.lap("commit")
+    def restart(self) -> None:
+        """Ends the process, in whatever state it is, and starts another that serves the version committed last.
+
+        Requests that were running are lost. An engine to which nothing was published starts from its directory again.
+        """
+        self._connection.close(ask=False)
+        self._unread = set()
+        self._connection = Connection(self.settings, self._module)
+        if self._committed is not None:
+            self._transact(self._committed, "drain", Clock())
+        logger.warning("the engine was restarted as pid %d", self.pid)
 
     def weight_version(self) -> Version:
         return self.health().version
 
     def health(self) -> Health:
-        return self._call(messages.GetHealth(call_id=next(self._calls)), Health)
+        return self._connection.call(messages.GetHealth, Health)
 
     def counters(self) -> dict[str, int]:
         """Layer executions, tokens in them and records held, of the first worker since its start."""
-        return self._call(messages.GetCounters(call_id=next(self._calls)))
+        return self._connection.call(messages.GetCounters)
 
     def close(self) -> None:
-        """Asks the process to end, then makes it; removes its socket. Idempotent."""
-        if self._process.poll() is None:
-            with contextlib.suppress(zmq.ZMQError):
-                self._socket.send(messages.encode(messages.Shutdown(call_id=next(self._calls))), zmq.NOBLOCK)
-            self._end_process()
-        if self._process.stdin:
-            self._process.stdin.close()
-        self._socket.close(linger=0)
-        shutil.rmtree(self._directory, ignore_errors=True)
+        """Ends the process and its workers; removes every file of theirs. Idempotent."""
+        self._connection.close()
+        self._keep(None)
 
-    def _end_process(self) -> None:
-        for end in (None, self._process.terminate, self._process.kill):
-            if end is not None:
-                end()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=10)
-                return
+    def _transact(self, offered: Committed, in_flight: InFlight, clock: Clock) -> None:
+        call = self._connection.call
+        if call(messages.Begin, bool, version=offered.version, manifest=offered.manifest):
+            return
+        for bucket in offered.buckets:
+            call(messages.Stage, bucket=bucket)
+        clock.lap("stage")
+        call(messages.Prepare)
+        clock.lap("prepare")
+        call(messages.Commit, in_flight=in_flight)
+        clock.lap("commit")
 
-    def _call(self, call: messages.AnyCall, kind: Any = None) -> Any:
-        self._check_alive()
-        self._socket.send(messages.encode(call))
-        what = type(call).__name__
-        self._wait_for(lambda: call.call_id in self._answers, self.settings.deadline_seconds, f"the answer to {what}")
-        answer = self._answers.pop(call.call_id)
-        if isinstance(answer, messages.Failure):
-            messages.raise_failure(answer)
-        return answer.value if kind is None else msgspec.convert(answer.value, kind)  # type: ignore[union-attr]
-
-    def _wait_for(self, condition: Any, seconds: float, what: str) -> None:
-        """Reads answers until the condition holds. The process's death or the deadline ends the wait."""
-        deadline = time.monotonic() + seconds
-        while not condition():
-            if self._socket.poll(POLL_MILLISECONDS):
-                self._receive(messages.decode_answer(self._socket.recv()))
-                continue
-            self._check_alive()
-            if time.monotonic() > deadline:
-                raise EngineTimeout(f"engine {self.pid}: waited {seconds:.0f} s for {what}; {self._log_tail()}")
-
-    def _receive(self, answer: messages.AnyAnswer) -> None:
-        if isinstance(answer, messages.Result):
-            self._results.append(answer.result)
-        elif isinstance(answer, messages.Ready):
-            self._ready = answer
-        else:
-            self._answers[answer.call_id] = answer
-
-    def _check_alive(self) -> None:
-        if (status := self._process.poll()) is not None:
-            raise EngineDead(f"engine {self.pid} ended with status {status}; {self._log_tail()}")
-
-    def _log_tail(self) -> str:
-        lines = self.settings.log_path.read_text(errors="replace").splitlines()[-LOG_LINES:]
-        return f"the end of {self.settings.log_path}:\n" + "\n".join(lines)
+    def _keep(self, committed: Committed | None) -> None:
+        if self._committed is not None:
+            shared_memory.remove_buckets(self._committed.buckets)
+        self._committed = committed
 
 
-class _Clock:
+class Clock:
     """Seconds of consecutive phases."""
 
     def __init__(self) -> None:

@@ -1,13 +1,22 @@
-"""Entry point of an engine process: `python -m adapters.vllm_engine.process --address ADDRESS --settings JSON`.
+"""Entry point of an engine process: `python -m adapters.vllm_engine.process --directory DIR --settings JSON`.
 
-Standard input is a pipe whose other end the client holds: when it closes, for whatever reason, this process ends.
+Standard input is a pipe whose other end the client holds: when it closes, for whatever reason, this process ends, and
+its workers with it. DIR holds the client's socket and the heartbeat. What ends the process is told by its exit status.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
+import signal
+import sys
 import threading
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from adapters.contract import EngineDead, EngineOutOfMemory, EngineStartFailed, PluginMissing
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # this process is the engine core: no further one
@@ -21,6 +30,9 @@ CPU_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
+ORPHANED = 3
+STATUS: dict[int, type[EngineDead]] = {70: EngineOutOfMemory, 71: PluginMissing, 72: EngineStartFailed}
+"""Exit status of a process that knows why it ends -> the error that its client raises."""
 
 
 def environment(base: dict[str, str], *, cuda: bool) -> dict[str, str]:
@@ -29,34 +41,80 @@ def environment(base: dict[str, str], *, cuda: bool) -> dict[str, str]:
     return {**defaults, **base, **ENVIRONMENT}
 
 
-def _end_with_parent() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs an engine until its client ends it. Does not return."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--directory", required=True, type=Path)
+    parser.add_argument("--settings", required=True)
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the client, which decides
+    end_with_parent()
+    try:
+        _serve(options.directory, options.settings)
+        status = 0
+    except BaseException as error:
+        traceback.print_exc()
+        status = _status_of(error)
+    _end(status)
+
+
+def _serve(directory: Path, settings: str) -> None:
+    import zmq
+
+    from .heartbeat import Heart
+    from .service import Service
+    from .settings import EngineSettings
+
+    heart = Heart(directory / "heartbeat")
+    socket = zmq.Context.instance().socket(zmq.PAIR)
+    socket.connect(f"ipc://{directory}/socket")
+    try:
+        service = Service(EngineSettings.from_json(settings), socket, heart)
+    except (PluginMissing, MemoryError):
+        raise
+    except Exception as error:
+        raise error if _is_out_of_memory(error) else EngineStartFailed(repr(error)) from error
+    service.run()
+    service.core.close()
+    socket.close(linger=1000)
+
+
+def end_with_parent() -> None:
+    """Ends this process when its standard input closes."""
+
     def watch() -> None:
         while os.read(0, 1):
             pass
-        os._exit(3)
+        _end(ORPHANED)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--address", required=True)
-    parser.add_argument("--settings", required=True)
-    arguments = parser.parse_args()
-    _end_with_parent()
+def _end(status: int) -> None:
+    """Ends this process and vLLM's workers, at once: destructors that have nothing to save may take seconds."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for worker in multiprocessing.active_children():
+        worker.kill()
+    os._exit(status)
 
-    import zmq
 
-    from .service import Service
-    from .settings import EngineSettings
+def _status_of(error: BaseException) -> int:
+    if _is_out_of_memory(error):
+        return next(status for status, kind in STATUS.items() if kind is EngineOutOfMemory)
+    return next((status for status, kind in STATUS.items() if type(error) is kind), 1)
 
-    socket = zmq.Context.instance().socket(zmq.PAIR)
-    socket.connect(arguments.address)
-    service = Service(EngineSettings.from_json(arguments.settings), socket)
-    service.run()
-    service.core.close()
-    socket.close(linger=1000)
-    os._exit(0)  # what is left are destructors that have nothing to save and may take seconds
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """torch raises OutOfMemoryError on CUDA, and on CPU a plain RuntimeError that only its text tells apart."""
+    while error is not None:
+        text = f"{type(error).__name__}: {error}".lower()
+        if isinstance(error, MemoryError) or "outofmemory" in text or "out of memory" in text:
+            return True
+        if "can't allocate memory" in text or "cannot allocate memory" in text:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 if __name__ == "__main__":

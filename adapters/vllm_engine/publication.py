@@ -78,18 +78,15 @@ class Publication:
 
     def stage(self, bucket: Bucket) -> None:
         """Hands a bucket to every worker. Staging one again replaces it."""
-        version, _ = self._transaction()
+        self._transaction()
         self._prepared = False
-        try:
-            self._rpc("stage", bucket)
-        except Exception as error:
-            self.abort()
-            raise PublicationRefused(f"version {version}: a bucket could not be staged: {error!r}") from error
+        self._before_commit("stage", bucket)
 
     def prepare(self) -> None:
         """Every worker checks what it holds against the manifest. Idempotent."""
         version, manifest = self._transaction()
-        problems = sorted({problem for worker in self._rpc("prepare", manifest) for problem in worker})
+        workers = self._before_commit("prepare", manifest)
+        problems = sorted({problem for worker in workers for problem in worker})
         if problems:
             self.abort()
         _refuse(version, problems)
@@ -107,6 +104,7 @@ class Publication:
         except Exception as error:
             self._offered, self._prepared = None, False
             self._roll_back(version, drop_caches, error)
+        self._rpc("settle")
         self.version, self.blocked = version, None
         self._served, self._served_manifest = wanted, manifest.digest
         self._offered, self._prepared = None, False
@@ -121,6 +119,15 @@ class Publication:
         """Raises EngineBlocked unless a whole version serves."""
         if self.blocked is not None:
             raise EngineBlocked(f"{self.blocked}; publish a newer full version")
+
+    def _before_commit(self, method: str, argument: Any) -> list[Any]:
+        """Calls every worker. An error ends the transaction: nothing that is served has changed."""
+        version, _ = self._transaction()
+        try:
+            return self._rpc(method, argument)
+        except Exception as error:
+            self.abort()
+            raise PublicationRefused(f"version {version}: {method} failed on a worker: {error!r}") from error
 
     def _transaction(self) -> tuple[Version, Manifest]:
         if self._offered is None:

@@ -15,6 +15,7 @@ from adapters.hf_convert.directory import HFDirectory
 
 from . import messages
 from .core import Core
+from .heartbeat import Heart
 from .publication import Publication
 from .settings import EngineSettings
 
@@ -38,8 +39,8 @@ class ScoreBatch:
 class Service:
     """Answers one client over a PAIR socket until told to shut down."""
 
-    def __init__(self, settings: EngineSettings, socket: zmq.Socket[bytes]) -> None:
-        self._socket = socket
+    def __init__(self, settings: EngineSettings, socket: zmq.Socket[bytes], heart: Heart) -> None:
+        self._socket, self._heart = socket, heart
         self.core = Core(settings)
         directory = HFDirectory(Path(settings.model))
         self.publication = Publication(
@@ -64,7 +65,11 @@ class Service:
         }
 
     def run(self) -> None:
-        """Serves until Shutdown. An error inside vLLM's step ends the process: its state is not to be trusted."""
+        """Serves until Shutdown. An error inside vLLM's step ends the process: its state is not to be trusted.
+
+        Raises:
+            RuntimeError: a worker process died.
+        """
         self._send(messages.Ready(pid=os.getpid(), trace_kind=self.core.trace_kind))
         while not self._closing:
             wait = 0 if self.core.num_running else IDLE_MILLISECONDS
@@ -72,14 +77,21 @@ class Service:
                 self._answer(messages.decode_call(self._socket.recv()))
                 wait = 0
             if self.core.num_running and not self._closing:
-                self._deliver(self.core.step(self.publication.version))
+                self._step()
+
+    def _step(self) -> None:
+        self._deliver(self.core.step(self.publication.version))
+        self._heart.progress()
 
     def _answer(self, call: messages.AnyCall) -> None:
         try:
             value = self._handlers[type(call)](call)
         except (EngineError, ValueError) as error:
+            self.core.check_workers()
             self._send(messages.Failure(call_id=call.call_id, error=type(error).__name__, message=str(error)))
             return
+        finally:
+            self._heart.progress()
         if not isinstance(call, messages.Score):  # answered when the last one is done
             self._send(messages.Reply(call_id=call.call_id, value=value))
 
@@ -125,7 +137,7 @@ class Service:
         if call.in_flight == "abort":
             self._deliver(self.core.abort_all(self.publication.version))
         while self.core.num_running:
-            self._deliver(self.core.step(self.publication.version))
+            self._step()
         self.publication.commit(self.core.drop_caches)
         logger.info("version %s is served", self.publication.version)
 

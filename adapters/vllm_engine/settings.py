@@ -6,6 +6,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +44,15 @@ class EngineSettings:
     """Workers over which each layer is split."""
     seed: int = 0
     """vLLM's own seed; requests carry theirs."""
+    start_method: Literal["spawn", "forkserver"] | None = None
+    """How the process starts: anew, or forked from a server that has vLLM imported (seconds, but never with CUDA).
+    None takes the fork server where no CUDA device is."""
     start_seconds: float = 300.0
     """Longest wait for the engine to come up."""
     deadline_seconds: float = 600.0
-    """Longest wait for an answer, or for the next result while generating."""
+    """Longest wait for an answer or the next result without the process having finished anything."""
+    heartbeat_seconds: float = 60.0
+    """Longest silence of the process's heartbeat before it counts as hung."""
 
     def __post_init__(self) -> None:
         sizes = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "tensor_parallel")

@@ -1,16 +1,14 @@
 """Buckets of tensors in shared memory: how weights travel from a trainer to the workers of an engine.
 
-A bucket is a file in memory (/dev/shm where it exists), named after the process that owns it, so that the next start
-can remove what a killed process left behind. Workers map it; nothing is pickled or sent through a socket.
+A bucket is a file in memory (/dev/shm where it exists), named after the process that owns it (`leftovers`). Workers map
+it; nothing is pickled or sent through a socket.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import mmap
 import os
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -19,10 +17,10 @@ import torch
 
 from adapters.hf_convert.dtypes import dtype_name
 
+from .leftovers import WEIGHTS, memory_directory, owned_name
+
 BUCKET_BYTES = 256 << 20
 ALIGNMENT = 64
-_PREFIX = "tether-weights"
-_counter = itertools.count()
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,23 +42,6 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_bytes(self) -> int:
         return sum(place.num_bytes for place in self.placements)
-
-
-def memory_directory() -> Path:
-    """Where buckets live: memory-backed where the system has it."""
-    shm = Path("/dev/shm")
-    return shm if shm.is_dir() and os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
-
-
-def remove_abandoned() -> list[Path]:
-    """Removes the buckets of processes that no longer run. Returns what was removed."""
-    removed = []
-    for path in memory_directory().glob(f"{_PREFIX}-*"):
-        owner = path.name.removeprefix(f"{_PREFIX}-").partition("-")[0]
-        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
-            path.unlink(missing_ok=True)
-            removed.append(path)
-    return removed
 
 
 def write_buckets(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Bucket]:
@@ -116,7 +97,7 @@ def _write(group: list[tuple[str, torch.Tensor]]) -> Bucket:
             )
         )
         offset += _aligned(tensor.nbytes)
-    path = memory_directory() / f"{_PREFIX}-{os.getpid()}-{next(_counter)}"
+    path = memory_directory() / owned_name(WEIGHTS)
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, max(offset, 1))

@@ -2,7 +2,7 @@
 
 Until `commit` nothing that is served changes: staged tensors are views of shared memory. Commit loads them in place
 (vLLM's own reload, so addresses and captured graphs stay valid) and returns a fingerprint read back from the live
-weights. What served before is retained until the next commit has been verified, so that `rollback` can restore it.
+weights. What served before is retained until `settle` says that every worker's commit was verified.
 """
 
 from __future__ import annotations
@@ -61,6 +61,10 @@ class LiveWeights:
         self._load(staged.items())
         self._previous, self._current, self._version = self._current, staged.items, version
         return self.fingerprint()
+
+    def settle(self) -> None:
+        """The commit counts: what served before is let go, and with it its memory."""
+        self._previous, self._version = self._current, None
 
     def rollback(self, version: Version) -> Fingerprint:
         """Undoes the commit of a version, whether it succeeded here, failed half-way, or never began."""

@@ -6,15 +6,20 @@ mechanism in the child; the checks in `test_depth.py` must notice each of them.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
+import pickle
 import random
-from collections.abc import Callable
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from adapters.vllm_engine import forkserver
+from adapters.vllm_engine.process import end_with_parent, environment
 
 POLICIES = ("fixed:4", "fixed:2", "fixed:3", "fixed:1", "early:0.6:2:4", "early:0.5:1:3", "delayed:0.6:1:4")
 MIXED, COIN = "mixed", "coin"
@@ -99,29 +104,42 @@ def rollouts(
     Args:
         repeat: send the first turn twice, so that whole prompts are found in the prefix cache.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.contracts.depth.preload"])
-    receive, send = context.Pipe(duplex=False)
-    child = context.Process(target=_child, args=(send, mutation, (model, engine, policies, repeat, dtype)))
-    child.start()
-    send.close()
-    try:
-        if not receive.poll(SECONDS):
-            raise TimeoutError(f"engine {engine!r} did not finish within {SECONDS} s")
-        return receive.recv()
-    finally:
-        child.kill()
-        child.join()
+    order = mutation, (model, engine, policies, repeat, dtype)
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / name for name in ("order", "answer")]
+        paths[0].write_bytes(pickle.dumps(order))
+        with open(Path(folder) / "log", "w+b") as log:
+            child = forkserver.fork(
+                __name__,
+                [str(path) for path in paths],
+                log=log,
+                environment=environment(dict(os.environ), cuda=False),
+                seconds=SECONDS,
+            )
+            try:
+                child.wait(SECONDS)
+            except subprocess.TimeoutExpired:
+                raise TimeoutError(f"engine {engine!r} did not finish within {SECONDS} s") from None
+            finally:
+                child.kill()
+                child.stdin.close()
+            if not paths[1].exists():
+                raise RuntimeError(f"engine {engine!r}: the child ended with {child.returncode}")
+        return pickle.loads(paths[1].read_bytes())
 
 
-def _child(send: Any, mutation: str | None, arguments: tuple[Any, ...]) -> None:
+def main(arguments: Sequence[str]) -> None:
+    """The child: does what the order says and writes the answer."""
+    end_with_parent()
+    order, answer = map(Path, arguments)
+    mutation, work = pickle.loads(order.read_bytes())
     try:
         if mutation:
             MUTATIONS[mutation]()
-        send.send(_run(*arguments))
+        outcome: Any = _run(*work)
     except Exception as error:
-        send.send(f"{type(error).__name__}: {error}")
-    os._exit(0)
+        outcome = f"{type(error).__name__}: {error}"
+    answer.write_bytes(pickle.dumps(outcome))
 
 
 def _run(model: Path, engine: str, policies: tuple[str, ...], repeat: bool, dtype: str) -> dict[str, Outcome]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -121,15 +122,18 @@ def test_publication_with_requests_in_flight(
         assert lengths == {60} if mode == "drain" else max(lengths) < 60
 
 
-def test_no_shared_memory_stays(engine: Any, weights: Tensors) -> None:
-    """Buckets are removed after each publication, good or refused."""
-    from adapters.vllm_engine.shared_memory import memory_directory
+def test_only_the_served_version_stays_in_shared_memory(engine: Any, weights: Tensors) -> None:
+    """Each publication, good or refused, removes its buckets, except those that a restart would need."""
+    from adapters.vllm_engine.leftovers import memory_directory
 
-    def buckets() -> list[Path]:
-        return list(memory_directory().glob("tether-weights-*"))
+    def buckets() -> set[Path]:
+        return set(memory_directory().glob(f"tether-weights-{os.getpid()}-*"))
 
-    before = buckets()
     engine.publish(next_version(engine), weights)
+    first = buckets()
+    engine.publish(next_version(engine), weights)
+    second = buckets()
     with pytest.raises(PublicationRefused):
         engine.publish(next_version(engine), {})
-    assert buckets() == before
+    assert len(first) == len(second) == 1 and first != second
+    assert buckets() == second

@@ -1,37 +1,64 @@
-"""An engine never outlives its owner, and its death or silence is an error in bounded time."""
+"""An engine never outlives its owner, and its death, silence or failure to start is a typed error in bounded time."""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from adapters.contract import EngineDead, EngineTimeout, SamplingParams
+from adapters.contract import (
+    EngineDead,
+    EngineOutOfMemory,
+    EngineStartFailed,
+    EngineTimeout,
+    PluginMissing,
+    SamplingParams,
+)
+from adapters.vllm_engine import forkserver, leftovers
 from adapters.vllm_engine.local import LocalEngine
+from adapters.vllm_engine.process import environment
 
-from .conftest import make_requests, run, settings_for
+from . import faults
+from .conftest import drawn, make_requests, next_version, run, settings_for
 
-OWNER = """
-import sys, time
-from pathlib import Path
-from adapters.vllm_engine.local import LocalEngine
-from tests.contracts.engine.conftest import settings_for
-engine = LocalEngine(settings_for(Path(sys.argv[1]), Path(sys.argv[2])))
-print(engine.pid, flush=True)
-time.sleep(600)
-"""
+
+@pytest.fixture
+def fault_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(faults.VARIABLE, str(tmp_path / "fault"))
+    return tmp_path / "fault"
+
+
+@pytest.fixture(scope="module")
+def own_engine(tiny_ouro: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """An engine with short deadlines whose process has faults to order; tests may leave it dead (`alive`)."""
+    folder = tmp_path_factory.mktemp("own")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(faults.VARIABLE, str(folder / "fault"))
+        settings = settings_for(tiny_ouro, folder / "log", deadline_seconds=3, heartbeat_seconds=2)
+        with LocalEngine(settings, module=faults.MODULE) as engine:
+            yield engine
+
+
+@pytest.fixture
+def alive(own_engine: Any) -> Any:
+    try:
+        own_engine.health()
+    except EngineDead:
+        own_engine.restart()
+    return own_engine
 
 
 def gone_within(pid: int, seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
-            if Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] == "Z":
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
                 return True
         except FileNotFoundError:
             return True
@@ -39,51 +66,110 @@ def gone_within(pid: int, seconds: float) -> bool:
     return False
 
 
-def test_an_engine_ends_when_its_owner_is_killed(tiny_ouro: Path, tmp_path: Path) -> None:
-    """kill -9 of the owner: the engine notices its closed pipe and ends by itself."""
-    command = [sys.executable, "-c", OWNER, str(tiny_ouro), str(tmp_path / "log")]
-    owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert owner.stdout is not None
-    pid = int(owner.stdout.readline())
-    assert Path(f"/proc/{pid}").exists()
+def owned_by(pid: int) -> list[str]:
+    folders = (leftovers.memory_directory(), Path("/tmp"))
+    return [path.name for folder in folders for path in folder.glob(f"tether-*-{pid}-*")]
+
+
+def test_kill_9_of_the_owner_leaves_nothing_that_stays(tiny_ouro: Path, tmp_path: Path) -> None:
+    """The engine notices its closed pipe and ends by itself; the next start removes the owner's files."""
+    report = tmp_path / "report"
+    with open(tmp_path / "owner.log", "ab") as log:
+        owner = forkserver.fork(
+            "tests.contracts.engine.owner",
+            [str(tiny_ouro), str(tmp_path / "log"), str(report)],
+            log=log,
+            environment=environment(dict(os.environ), cuda=False),
+            seconds=180,
+        )
+    deadline = time.monotonic() + 120
+    while not report.exists():
+        assert owner.poll() is None and time.monotonic() < deadline, (tmp_path / "owner.log").read_text()[-2000:]
+        time.sleep(0.05)
+    pid = int(report.read_text())
+    assert Path(f"/proc/{pid}").exists() and owned_by(owner.pid)
     owner.kill()
-    owner.wait()
+    owner.wait(10)
     assert gone_within(pid, 10)
+    assert {path.name for path in leftovers.remove_abandoned()} >= set(owned_by(owner.pid))
+    assert owned_by(owner.pid) == []
+    owner.stdin.close()
 
 
-def test_death_and_silence_are_errors_in_bounded_time(tiny_ouro: Path, tmp_path: Path) -> None:
-    """A stopped process times out and recovers when continued; a killed one is EngineDead, with its log's end."""
-    engine = LocalEngine(settings_for(tiny_ouro, tmp_path / "log", deadline_seconds=2))
-    try:
-        expected = run(engine, make_requests("x", 2))
-        os.kill(engine.pid, signal.SIGSTOP)
-        started = time.monotonic()
-        with pytest.raises(EngineTimeout, match="waited 2 s"):
-            engine.health()
-        assert time.monotonic() - started < 5
-        os.kill(engine.pid, signal.SIGCONT)
-        assert engine.health().state == "serving"
-        assert [r.token_ids for r in run(engine, make_requests("y", 2))] == [r.token_ids for r in expected]
-        stream = engine.generate(make_requests("z", 4, sampling=SamplingParams(max_tokens=150, ignore_eos=True)))
-        os.kill(engine.pid, signal.SIGKILL)
-        with pytest.raises(EngineDead, match="status -9"):
-            list(stream)
-    finally:
-        engine.close()
-        engine.close()
+def test_a_stopped_process_is_found_by_its_heart(alive: Any) -> None:
+    """No heartbeat: EngineTimeout before the deadline of an answer; continued, it serves as before."""
+    expected = run(alive, make_requests("x", 2))
+    os.kill(alive.pid, signal.SIGSTOP)
+    started = time.monotonic()
+    with pytest.raises(EngineTimeout, match="no heartbeat"):
+        alive.health()
+    assert time.monotonic() - started < 3.5
+    os.kill(alive.pid, signal.SIGCONT)
+    assert alive.health().state == "serving"
+    assert drawn(run(alive, make_requests("y", 2))) == drawn(expected)
 
 
-def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
-    """A wrong directory: EngineDead with the end of the log, and nothing is left running."""
-    with pytest.raises(EngineDead, match="no-such-model"):
+def test_a_process_that_waits_for_ever_is_told_from_one_that_works(alive: Any) -> None:
+    """Beating without finishing anything: EngineTimeout after the deadline. Longer work with progress is waited for."""
+    faults.order("generate", "stall")
+    started = time.monotonic()
+    with pytest.raises(EngineTimeout, match="waited 3 s for the next result"):
+        run(alive, make_requests("stalled", 1))
+    assert time.monotonic() - started < 6
+    time.sleep(faults.STALL_SECONDS - 3)
+    results = run(alive, make_requests("stalled", 1))  # the same id: what was left of it has been ended
+    assert results[0].finish_reason == "length"
+    long = make_requests("long", 8, sampling=SamplingParams(max_tokens=190, ignore_eos=True))
+    assert len(run(alive, [*long, *make_requests("more", 8)])) == 16
+
+
+def test_a_killed_process_is_dead_and_comes_back_at_the_committed_version(
+    alive: Any, other_weights: dict[str, torch.Tensor]
+) -> None:
+    """kill -9 while generating: EngineDead with the log's end. `restart` serves the version that was published last."""
+    version = next_version(alive)
+    alive.publish(version, other_weights)
+    expected = drawn(run(alive, make_requests("a", 2)))
+    long = make_requests("z", 4, sampling=SamplingParams(max_tokens=150, ignore_eos=True))
+    stream = alive.generate([*long, *make_requests("short", 1)])
+    next(stream)
+    os.kill(alive.pid, signal.SIGKILL)
+    with pytest.raises(EngineDead, match="status -9"):
+        list(stream)
+    alive.restart()
+    assert alive.weight_version() == version
+    assert drawn(run(alive, make_requests("b", 2))) == expected
+
+
+def test_out_of_memory_is_said(alive: Any, tiny_ouro: Path, tmp_path: Path) -> None:
+    """An allocation that fails ends the process with its own error; a cache that cannot fit is refused by vLLM."""
+    faults.order("generate", "memory")
+    with pytest.raises(EngineOutOfMemory, match="memory"):
+        run(alive, make_requests("m", 1))
+    with pytest.raises(EngineStartFailed, match="less than requested memory for kv"):
+        LocalEngine(settings_for(tiny_ouro, tmp_path / "log", kv_cache_bytes=1 << 50))
+
+
+def test_an_engine_that_cannot_start_says_why(tiny_ouro: Path, tmp_path: Path, fault_file: Path) -> None:
+    """A wrong directory, a plugin that did not load, a process killed or stuck while starting: each its own error."""
+    with pytest.raises(EngineStartFailed, match="no-such-model"):
         LocalEngine(settings_for(tmp_path / "no-such-model", tmp_path / "log"))
+    before = owned_by(os.getpid())
+    for fault, kind in (("no plugin", PluginMissing), ("kill", EngineStartFailed), ("stop", EngineTimeout)):
+        faults.order("start", fault)
+        with pytest.raises(kind):
+            seconds = 2 if fault == "stop" else 120
+            LocalEngine(settings_for(tiny_ouro, tmp_path / "log", start_seconds=seconds), module=faults.MODULE)
+    assert owned_by(os.getpid()) == before
 
 
-def test_close_ends_the_process(tiny_ouro: Path, tmp_path: Path) -> None:
-    """Cooperative shutdown: process gone, socket directory gone, closing twice is fine."""
-    engine = LocalEngine(settings_for(tiny_ouro, tmp_path / "log"))
-    pid, directory = engine.pid, engine._directory
-    engine.close()
-    assert gone_within(pid, 1) and not directory.exists()
+def test_a_spawned_engine_is_the_same(tiny_ouro: Path, tmp_path: Path, engine: Any) -> None:
+    """`start_method="spawn"`, what CUDA needs: same outputs. Closing ends the process and removes its folder, twice."""
+    spawned = LocalEngine(settings_for(tiny_ouro, tmp_path / "log", start_method="spawn"))
+    assert drawn(run(spawned, make_requests("a", 2))) == drawn(run(engine, make_requests("b", 2)))
+    pid, before = spawned.pid, owned_by(os.getpid())
+    spawned.close()
+    spawned.close()
+    assert gone_within(pid, 1) and len(owned_by(os.getpid())) == len(before) - 1
     with pytest.raises(EngineDead):
-        engine.health()
+        spawned.health()

@@ -1,0 +1,198 @@
+"""The engine process as its client sees it: started, spoken to with deadlines, supervised, ended.
+
+Three things can happen to a wait, all in bounded time: the process ends (`EngineDead` or a kind of it), its heart stops
+(`EngineTimeout` after `heartbeat_seconds`), or it lives on without finishing anything (`EngineTimeout` after
+`deadline_seconds`). A process that works, however long, is waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import zmq
+
+from adapters.contract import EngineDead, EngineStartFailed, EngineTimeout, GenerationResult
+
+from . import forkserver, leftovers, messages
+from .heartbeat import Pulse
+from .process import STATUS, environment
+from .settings import EngineSettings
+
+POLL_MILLISECONDS = 100
+END_SECONDS = 10.0
+LOG_LINES = 30
+
+
+class Connection:
+    """
+    Attributes:
+        ready: what the process said when it began to serve.
+        results: of generation, as they came.
+    """
+
+    def __init__(self, settings: EngineSettings, module: str) -> None:
+        """Starts `module` and waits until it serves.
+
+        Raises:
+            EngineStartFailed: it ended while starting; the message shows its log.
+            EngineTimeout: it did not come up within `settings.start_seconds`.
+        """
+        self.settings = settings
+        self.results: deque[GenerationResult] = deque()
+        self.ready: messages.Ready | None = None
+        self._answers: dict[int, messages.Reply | messages.Failure | None] = {}
+        self._calls = itertools.count(1)
+        self._directory = Path(tempfile.gettempdir()) / leftovers.owned_name(leftovers.ENGINE)
+        self._directory.mkdir(mode=0o700)
+        self._pulse = Pulse(self._directory / "heartbeat")
+        self._socket = zmq.Context.instance().socket(zmq.PAIR)
+        self._socket.bind(f"ipc://{self._directory}/socket")
+        try:
+            self._process = self._start(module)
+        except OSError as error:
+            self._clean()
+            raise EngineStartFailed(f"engine: could not start a process: {error!r}; {self._log_tail()}") from error
+        try:
+            self._wait_to_serve()
+        except BaseException:
+            self.close(ask=False)
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def call(self, call: type[messages.Call], kind: Any = None, **fields: Any) -> Any:
+        """Sends a call and waits for its answer, converted to `kind`.
+
+        Raises:
+            EngineError: what the process raised, or that it died or fell silent.
+        """
+        call_id = self.send(call, **fields)
+        try:
+            self.wait_for(lambda: self._answers[call_id], f"the answer to {call.__name__}")
+        finally:
+            answer = self._answers.pop(call_id)  # an answer that comes later belongs to nobody
+        if isinstance(answer, messages.Failure):
+            messages.raise_failure(answer)
+        assert isinstance(answer, messages.Reply)
+        return answer.value if kind is None else msgspec.convert(answer.value, kind)
+
+    def send(self, call: type[messages.Call], **fields: Any) -> int:
+        self.check_alive()
+        call_id = next(self._calls)
+        self._answers[call_id] = None
+        self._socket.send(messages.encode(call(call_id=call_id, **fields)))
+        return call_id
+
+    def wait_for(self, condition: Callable[[], Any], what: str) -> None:
+        """Reads answers until the condition holds."""
+        seconds, progress = self.settings.deadline_seconds, self._pulse.progress
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if self._read():
+                continue
+            self.check_alive()
+            if (silence := self._pulse.seconds_since_beat) > self.settings.heartbeat_seconds:
+                raise EngineTimeout(f"engine {self.pid}: no heartbeat for {silence:.0f} s, waiting for {what}")
+            if progress != (progress := self._pulse.progress):
+                deadline = time.monotonic() + seconds
+            if time.monotonic() > deadline:
+                raise EngineTimeout(f"engine {self.pid}: waited {seconds:.0f} s for {what}; {self._log_tail()}")
+
+    def check_alive(self) -> None:
+        if (status := self._process.poll()) is not None:
+            kind = STATUS.get(status, EngineDead if self.ready else EngineStartFailed)
+            raise kind(f"engine {self.pid} ended with status {status}; {self._log_tail()}")
+
+    def close(self, *, ask: bool = True) -> None:
+        """Ends the process and its workers, politely first if `ask`; removes its files. Idempotent."""
+        if self._socket.closed:
+            return
+        if ask and self.alive:
+            with contextlib.suppress(zmq.ZMQError):
+                shutdown = messages.Shutdown(call_id=next(self._calls))
+                self._socket.send(messages.encode(shutdown), zmq.NOBLOCK)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=END_SECONDS)
+        self._end_group()
+        if self._process.stdin:
+            self._process.stdin.close()
+        self._clean()
+
+    def _start(self, module: str) -> subprocess.Popen[bytes] | forkserver.ForkedProcess:
+        settings, cuda = self.settings, torch.cuda.is_available()
+        settings.log_path.parent.mkdir(parents=True, exist_ok=True)
+        arguments = ["--directory", str(self._directory), "--settings", settings.to_json()]
+        env = environment(dict(os.environ), cuda=cuda)
+        with open(settings.log_path, "ab") as log:
+            if (settings.start_method or ("spawn" if cuda else "forkserver")) == "forkserver":
+                return forkserver.fork(module, arguments, log=log, environment=env, seconds=settings.start_seconds)
+            command = [sys.executable, "-m", module, *arguments]
+            return subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=env, start_new_session=True
+            )
+
+    def _wait_to_serve(self) -> None:
+        deadline = time.monotonic() + self.settings.start_seconds
+        while self.ready is None:
+            if not self._read():
+                self.check_alive()
+            if time.monotonic() > deadline:
+                seconds = self.settings.start_seconds
+                raise EngineTimeout(f"engine {self.pid}: did not serve after {seconds:.0f} s; {self._log_tail()}")
+
+    def _read(self) -> bool:
+        """Takes one answer, waiting for it a moment. False if none came."""
+        if not self._socket.poll(POLL_MILLISECONDS):
+            return False
+        answer = messages.decode_answer(self._socket.recv())
+        if isinstance(answer, messages.Result):
+            self.results.append(answer.result)
+        elif isinstance(answer, messages.Ready):
+            self.ready = answer
+        elif answer.call_id in self._answers:
+            self._answers[answer.call_id] = answer
+        return True
+
+    def _end_group(self) -> None:
+        """Kills the process, lets its workers notice, and kills those that do not.
+
+        They are continued first: a stopped worker would notice nothing. vLLM's resource tracker is in the group too and
+        removes the workers' shared memory when the last of them is gone.
+        """
+        if self.alive:
+            self._process.kill()
+            self._process.wait(timeout=END_SECONDS)
+        deadline = time.monotonic() + END_SECONDS / 2
+        with contextlib.suppress(ProcessLookupError):
+            while time.monotonic() < deadline:
+                os.killpg(self.pid, signal.SIGCONT)
+                time.sleep(0.02)
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def _clean(self) -> None:
+        self._socket.close(linger=0)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _log_tail(self) -> str:
+        lines = self.settings.log_path.read_text(errors="replace").splitlines()[-LOG_LINES:]
+        return f"the end of {self.settings.log_path}:\n" + "\n".join(lines)
