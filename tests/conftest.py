@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,3 +27,15 @@ def tiny_olmoe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.tiny import write_olmoe
 
     return write_olmoe(tmp_path_factory.mktemp("tiny_olmoe"))
+
+
+@pytest.fixture(scope="module")
+def megatron() -> Iterator[None]:
+    """Megatron-Core on this process alone, taken back afterwards."""
+    from adapters.megatron import cpu_runtime
+    from adapters.megatron.runtime import RuntimeSettings, initialize, shutdown
+
+    initialize(RuntimeSettings(seed=7))
+    yield
+    shutdown()
+    cpu_runtime.uninstall()

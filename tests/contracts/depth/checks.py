@@ -33,11 +33,12 @@ def check_against_oracle(rows: Sequence[Row], oracle: Oracle, *, rule: bool = Tr
         worst = max(worst, off * row.temperature)
         assert worst <= BOUND, f"{row.key}: {worst:.2e} from fp64, expected at most {BOUND:.0e} (fp32 rounding)"
         if rule:
-            _check_rule(row, oracle)
+            check_rule(row, oracle)
     return worst
 
 
-def _check_rule(row: Row, oracle: Oracle) -> None:
+def check_rule(row: Row, oracle: Oracle) -> None:
+    """Every generated token's depth is what the exit rule gives for an fp64 computation of the same trace."""
     policy = DepthPolicy.parse(row.execution, oracle.config["total_ut_steps"])
     _, chances = oracle.run([*row.prompt, *row.tokens][:-1], list(row.loops))
     for position in range(len(row.prompt), len(row.loops)):
