@@ -47,8 +47,12 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def write(name: str, *, command: str, settings: dict[str, Any], results: Any) -> Path:
-    """benchmarks/results/NAME.json. Returns its path."""
+def write(name: str, *, command: str, settings: dict[str, Any], results: Any, commit_id: str | None = None) -> Path:
+    """benchmarks/results/NAME.json. Returns its path.
+
+    Args:
+        commit_id: what is measured, where the working tree came without its git directory.
+    """
     versions = {}
     for package in _PACKAGES:
         try:
@@ -58,7 +62,7 @@ def write(name: str, *, command: str, settings: dict[str, Any], results: Any) ->
     record = {
         "name": name,
         "command": command,
-        "commit": commit(),
+        "commit": commit_id or commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": device(),
         "versions": {"python": platform.python_version(), **versions},
