@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -34,13 +34,19 @@ ROLLOUT_KEYS = {
 
 
 def start(out: Path, *arguments: object) -> subprocess.Popen[str]:
+    """The recipe, its output going to OUT.log."""
     command = [str(RECIPE), "--out", str(out), *map(str, arguments), *SMALL]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=out.parent)
+    with out.with_suffix(".log").open("a") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, text=True, cwd=out.parent)
 
 
-def finish(process: subprocess.Popen[str]) -> str:
-    text, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, text
+def finish(process: subprocess.Popen[str], out: Path) -> str:
+    try:
+        code = process.wait(timeout=300)
+    finally:
+        process.kill()
+    text = out.with_suffix(".log").read_text()
+    assert code == 0, text
     return text
 
 
@@ -72,18 +78,25 @@ def processes_of(out: Path) -> list[int]:
 def continuous(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Four updates in one go: OUT and what was printed."""
     out = tmp_path_factory.mktemp("continuous") / "run"
-    return out, finish(start(out))
+    return out, finish(start(out), out)
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory, continuous: tuple[Path, str]) -> Iterator[Path]:
+def killed(tmp_path_factory: pytest.TempPathFactory, continuous: tuple[Path, str]) -> Path:
     """A run killed without warning in update 4, when its newest checkpoint is that of update 2."""
     out = tmp_path_factory.mktemp("killed") / "run"
     process = start(out, "--updates", "40")  # the number of updates is not part of the contract
-    wait_until(lambda: len(read_lines(out / "metrics.jsonl")) >= 3, seconds=240, what="three updates")
-    process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=30)
-    yield out
+    try:
+        wait_until(
+            lambda: process.poll() is not None or len(read_lines(out / "metrics.jsonl")) >= 3,
+            seconds=240,
+            what="three updates",
+        )
+        assert process.poll() is None, out.with_suffix(".log").read_text()
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait(timeout=30)
+    return out
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +104,7 @@ def resumed(killed: Path) -> Path:
     """The killed run, gone on from update 2 to 4 by a fresh process."""
     assert find_checkpoint(killed).name == "iter_0000002", "killed too late for this test"
     assert len(read_lines(killed / "metrics.jsonl")) >= 3 and (killed / "rollouts" / "update_0000003.jsonl").exists()
-    finish(start(killed, "--updates", "4", "--resume"))
+    finish(start(killed, "--updates", "4", "--resume"), killed)
     return killed
 
 
