@@ -9,7 +9,7 @@ import importlib
 from types import ModuleType
 from typing import Literal
 
-PROVIDERS = {"ouro": "providers.ouro"}
+PROVIDERS = {"ouro": "providers.ouro", "olmoe": "providers.olmoe"}
 
 Part = Literal["config", "physical", "trace", "model", "engine"]
 

@@ -44,10 +44,14 @@ class Core:
             self.engine = LLMEngine.from_engine_args(_engine_args(settings))
         finally:
             _check_plugin()  # first: without it vLLM's own error would be about an unknown model
-        (self.trace_kind, *_) = self.rpc("tether_install", settings.execution)
+        (self.trace_layout, *_) = self.rpc("tether_install", settings.execution)
         self.model_config = self.engine.vllm_config.model_config
         self._running: dict[str, Running] = {}
         self._policy_errors: dict[str, str | None] = {}
+
+    @property
+    def trace_kind(self) -> str:
+        return self.trace_layout.kind
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
         """Calls a worker method on every worker."""
@@ -95,13 +99,8 @@ class Core:
     def add_score(self, request: ScoreRequest) -> None:
         """Scores ride as a prompt of all input tokens; its own cache salt keeps its blocks to itself."""
         inputs, trace = request.token_ids[:-1], request.trace
-        if trace is not None and (trace.kind, trace.shape) != (self.trace_kind, (len(inputs),)):
-            raise ValueError(
-                f"got a trace of {trace.kind!r} with shape {trace.shape!r}, expected {self.trace_kind!r} with "
-                f"({len(inputs)},): one row per input token"
-            )
-        if trace is not None and 0 in trace.data:
-            raise ValueError(f"trace position {trace.data.index(0)}: got 0, expected at least 1")
+        if trace is not None:
+            self._check_trace(trace, len(inputs))
         targets = request.token_ids[request.num_prompt_tokens :]
         self._check_tokens(targets)
         extra: dict[str, Any] = {
@@ -129,6 +128,20 @@ class Core:
             prompt["cache_salt"] = cache_salt
         internal_id = self.engine.add_request(request.request_id, prompt, params)
         self._running[request.request_id] = Running(request, internal_id)
+
+    def _check_trace(self, trace: Trace, num_inputs: int) -> None:
+        layout = self.trace_layout
+        shape = (num_inputs, *layout.row_shape)
+        if (trace.kind, trace.shape) != (layout.kind, shape):
+            raise ValueError(
+                f"got a trace of {trace.kind!r} with shape {trace.shape!r}, expected {layout.kind!r} with {shape}: "
+                "one row per input token"
+            )
+        if outside := [i for i, value in enumerate(trace.data) if not layout.least <= value <= layout.most]:
+            raise ValueError(
+                f"trace position {outside[0] // layout.row_bytes}: got {trace.data[outside[0]]}, expected "
+                f"{layout.least} .. {layout.most}"
+            )
 
     def _check_tokens(self, tokens: Sequence[int]) -> None:
         vocabulary = self.model_config.get_vocab_size()
@@ -191,10 +204,12 @@ class Core:
         num_inputs = len(request.prompt_token_ids) + len(running.token_ids) - 1
         trace = None
         if running.token_ids:
-            if record is None or len(record.trace) < num_inputs:
-                got = "none" if record is None else f"{len(record.trace)} rows"
+            layout = self.trace_layout
+            if record is None or len(record.trace) < num_inputs * layout.row_bytes:
+                got = "none" if record is None else f"{len(record.trace) // layout.row_bytes} rows"
                 raise RuntimeError(f"request {request.request_id!r}: trace {got}, expected {num_inputs} rows")
-            trace = Trace(self.trace_kind, (num_inputs,), record.trace[:num_inputs])
+            rows = record.trace[: num_inputs * layout.row_bytes]
+            trace = Trace(layout.kind, (num_inputs, *layout.row_shape), rows)
         return GenerationResult(
             request_id=request.request_id,
             token_ids=tuple(running.token_ids),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -33,19 +34,42 @@ class Policy:
     reach: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class TraceLayout:
+    """What a trace of this model holds for each input token: unsigned bytes, one or an array of them."""
+
+    kind: str
+    """The contract's name for the trace."""
+    least: int
+    """Smallest value that a byte may have."""
+    most: int
+    """Largest value that a byte may have, at most 254."""
+    row_shape: tuple[int, ...] = ()
+    """Shape of one token's bytes."""
+    prompt_value: int | None = None
+    """What every prompt token runs; None when that is seen only by running it."""
+
+    @property
+    def unknown(self) -> int:
+        """The byte of a token that nobody has seen run."""
+        return 0 if self.least > 0 else 255
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.row_shape)
+
+
 @runtime_checkable
 class TracedModel(Protocol):
     """
     Attributes:
-        trace_kind: the contract's name for the trace.
-        prompt_value: the trace value of every prompt token.
+        trace_layout: what its trace holds.
         policy_width: length of `Policy.vector`.
         step: set before each forward; None in a dummy run. The model calls `step.finish` once.
         layer_calls, layer_tokens: how often a layer ran, and over how many tokens, since the start.
     """
 
-    trace_kind: str
-    prompt_value: int
+    trace_layout: TraceLayout
     policy_width: int
     step: Step | None
     layer_calls: int

@@ -16,7 +16,12 @@ def served_weight(module: torch.nn.Module, name: str) -> torch.Tensor:
     """
     weight = getattr(module, name)
     if name == "weight" and weight.device.type == "cpu" and isinstance(module, LinearBase | ParallelLMHead):
-        width = module.input_size_per_partition if isinstance(module, LinearBase) else module.embedding_dim
-        identity = torch.eye(width, dtype=weight.dtype)
+        identity = torch.eye(_input_width(module), dtype=weight.dtype)
         return module.quant_method.apply(module, identity).t()
     return weight.detach()
+
+
+def _input_width(module: LinearBase | ParallelLMHead) -> int:
+    if isinstance(module, ParallelLMHead):
+        return module.embedding_dim
+    return getattr(module, "input_size_per_partition", module.input_size)  # a replicated layer has only the whole

@@ -3,6 +3,9 @@
 One row of a table per live request, so that a step reads and writes all of its tokens at once, without a loop over
 tokens. A position below `known` has run before (a prompt token, a recomputed token, a given trace): it must run again
 exactly as recorded. The others are decided by the policy and recorded.
+
+A request may begin behind a prefix that another one computed, and which it never runs. What its tokens ran is in
+`CacheRows`, beside the slots of the KV cache that hold them.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ class ScoreOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """A finished request: its trace rows (uint8, row-major) and its scores."""
+    """A finished request: its trace rows (bytes, row-major) and its scores."""
 
     trace: bytes
     scores: tuple[float, ...]
@@ -36,15 +39,22 @@ class Record:
 
 
 class Records:
-    """Live and finished requests of one worker, by vLLM's internal request id."""
+    """Live and finished requests of one worker, by vLLM's internal request id.
 
-    def __init__(self, *, policy_width: int) -> None:
+    Args:
+        policy_width: length of a policy's vector.
+        row_shape: shape of one token's trace values.
+        unknown: the value of a token that never ran.
+    """
+
+    def __init__(self, *, policy_width: int, row_shape: tuple[int, ...] = (), unknown: int = 0) -> None:
+        self.unknown, self.row_shape = unknown, row_shape
         self._slots: dict[str, int] = {}
         self._free: list[int] = []
         self._finished: dict[str, Record] = {}
         self._orders: dict[int, ScoreOrder] = {}
         self._scores: dict[int, np.ndarray] = {}
-        self._rows = np.zeros((0, 0), np.uint8)
+        self._rows = np.zeros((0, 0, *row_shape), np.uint8)
         self.known = np.zeros(0, np.int64)
         self.reach = np.zeros(0, np.int64)
         self.policies = np.zeros((0, policy_width), np.float64)
@@ -65,7 +75,7 @@ class Records:
         policy: Sequence[float],
         order: ScoreOrder | None = None,
     ) -> None:
-        """Starts a record. `known`: uint8 trace values of the first positions; `capacity`: positions it may reach."""
+        """Starts a record. `known`: [n, ...] uint8 values of its first positions; `capacity`: how many it may have."""
         slot = self._free.pop() if self._free else len(self._slots)
         self._grow(slot + 1, max(capacity, len(known)))
         self._slots[request_id] = slot
@@ -79,15 +89,33 @@ class Records:
         return np.array([self._slots[r] for r in request_ids], np.int64)
 
     def recorded(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """[tokens] the value each token must have, 0 where it never ran before."""
-        return np.where(positions < self.known[slots], self._rows[slots, positions], 0).astype(np.int64)
+        """[tokens, ...] the value each token must have, `unknown` where it never ran before."""
+        ran = (positions < self.known[slots]).reshape(-1, *(1 for _ in self.row_shape))
+        return np.where(ran, self._rows[slots, positions], self.unknown).astype(np.int64)
+
+    def adopt(self, slot: int, rows: np.ndarray) -> None:
+        """Takes [n, ...] rows of a cached prefix that begins where the record ends.
+
+        Raises:
+            RuntimeError: a row is not known: it would reach the trainer as if it had been seen.
+        """
+        first = int(self.known[slot])
+        if (missing := np.flatnonzero((rows == self.unknown).reshape(len(rows), -1).any(1))).size:
+            raise RuntimeError(
+                f"position {first + missing[0]} was taken from the prefix cache, but what it ran was never recorded"
+            )
+        self._rows[slot, first : first + len(rows)] = rows
+        self.known[slot] = first + len(rows)
 
     def record(self, slots: np.ndarray, positions: np.ndarray, values: np.ndarray) -> None:
         """Stores what ran. Raises RuntimeError if a recorded token ran otherwise, or a position was skipped."""
         recorded = self.recorded(slots, positions)
-        if (wrong := np.flatnonzero((recorded > 0) & (recorded != values))).size:
+        differs = (recorded != self.unknown) & (recorded != values)
+        if (wrong := np.flatnonzero(differs.reshape(len(differs), -1).any(1))).size:
             t = wrong[0]
-            raise RuntimeError(f"position {positions[t]} ran as {values[t]}, its record says {recorded[t]}")
+            raise RuntimeError(
+                f"position {positions[t]} ran as {values[t].tolist()}, its record says {recorded[t].tolist()}"
+            )
         self._rows[slots, positions] = values
         np.maximum.at(self.known, slots, positions + 1)
 
@@ -122,12 +150,38 @@ class Records:
             del self._finished[oldest]
 
     def _grow(self, num_slots: int, capacity: int) -> None:
-        have_slots, have_capacity = self._rows.shape
+        have_slots, have_capacity = self._rows.shape[:2]
         if num_slots <= have_slots and capacity <= have_capacity:
             return
         new_slots, new_capacity = max(num_slots, 2 * have_slots), max(capacity, have_capacity)
-        grow = ((0, new_slots - have_slots), (0, 0))
-        self._rows = np.pad(self._rows, (grow[0], (0, new_capacity - have_capacity)))
-        self.known = np.pad(self.known, grow[0])
-        self.reach = np.pad(self.reach, grow[0])
-        self.policies = np.pad(self.policies, grow)
+        grow, flat = (0, new_slots - have_slots), ((0, 0),) * len(self.row_shape)
+        self._rows = np.pad(self._rows, (grow, (0, new_capacity - have_capacity), *flat), constant_values=self.unknown)
+        self.known = np.pad(self.known, grow)
+        self.reach = np.pad(self.reach, grow)
+        self.policies = np.pad(self.policies, (grow, (0, 0)))
+
+
+class CacheRows:
+    """What the token in each slot of the KV cache ran, for requests that find their prefix in the cache.
+
+    A slot is rewritten whenever its key and value are, so a cached block and its rows always belong together.
+    """
+
+    def __init__(self, *, row_shape: tuple[int, ...], unknown: int) -> None:
+        self._rows, self._unknown = np.full((0, *row_shape), unknown, np.uint8), unknown
+
+    def write(self, cache_slots: np.ndarray, values: np.ndarray) -> None:
+        """Stores [tokens, ...] values of the tokens written to these slots."""
+        self._cover(cache_slots)
+        self._rows[cache_slots] = values
+
+    def read(self, cache_slots: np.ndarray) -> np.ndarray:
+        """[tokens, ...] values, `unknown` where nothing was ever written."""
+        self._cover(cache_slots)
+        return self._rows[cache_slots]
+
+    def _cover(self, cache_slots: np.ndarray) -> None:
+        missing = int(cache_slots.max(initial=-1)) + 1 - len(self._rows)
+        if missing > 0:
+            rest = ((0, 0),) * (self._rows.ndim - 1)
+            self._rows = np.pad(self._rows, ((0, missing), *rest), constant_values=self._unknown)

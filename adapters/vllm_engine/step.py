@@ -16,7 +16,7 @@ import torch
 from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from .records import Records
+from .records import CacheRows, Records
 
 
 class Step:
@@ -27,10 +27,15 @@ class Step:
         request: [n] index of each token's request in the batch.
         position: [n] position in its sequence.
         slots: [n] row of its request in the worker's records.
-        recorded: [n] trace value it must have, 0 if it never ran before.
+        recorded: [n, ...] trace value it must have, the records' `unknown` if it never ran before.
+
+    Args:
+        runner: vLLM's, with the step's batch.
+        records: an open one for each request of the batch.
+        cache_rows: what cached tokens ran, where a prompt's trace is only seen by running it.
     """
 
-    def __init__(self, runner: Any, records: Records) -> None:
+    def __init__(self, runner: Any, records: Records, cache_rows: CacheRows | None = None) -> None:
         batch = runner.input_batch
         count = batch.num_reqs
         bounds = runner.query_start_loc.np[: count + 1].astype(np.int64)
@@ -40,17 +45,33 @@ class Step:
         self.position = np.arange(self.size) - bounds[self.request] + first[self.request]
         self.bounds, self.request_slots = bounds, records.slots(batch.req_ids[:count])
         self.slots = self.request_slots[self.request]
+        self._cache_rows, self._table = cache_rows, batch.block_table[0]
+        if cache_rows is not None:
+            self._adopt_prefixes(records, cache_rows, first)
         self.recorded = records.recorded(self.slots, self.position)
         self.policies, self.reach = records.policies[self.slots], records.reach[self.slots]
         self._records, self._device = records, runner.device
-        table = batch.block_table[0]
-        self._blocks, self._cache_slots = table.get_device_tensor(count), table.slot_mapping.gpu
+        self._blocks, self._cache_slots = self._table.get_device_tensor(count), self._table.slot_mapping.gpu
         self._builder = runner.attn_groups[0][0].get_metadata_builder()
         self._narrowed: tuple[int, Any, torch.Tensor] | None = None
 
     def finish(self, values: np.ndarray) -> None:
-        """Records the trace value of every token of the step: [n] integers in 1..255."""
+        """Records the trace value of every token of the step: [n, ...] integers that fit a byte."""
         self._records.record(self.slots, self.position, values)
+        if self._cache_rows is not None:
+            self._cache_rows.write(self._host_cache_slots(self.request, self.position), values)
+
+    def _adopt_prefixes(self, records: Records, cache_rows: CacheRows, first: np.ndarray) -> None:
+        """Gives requests that begin behind a cached prefix the rows of its tokens."""
+        known = records.known[self.request_slots]
+        for i in np.flatnonzero(first > known):
+            positions = np.arange(known[i], first[i])
+            records.adopt(self.request_slots[i], cache_rows.read(self._host_cache_slots(i, positions)))
+
+    def _host_cache_slots(self, request: Any, position: np.ndarray) -> np.ndarray:
+        """Where tokens lie in the KV cache, computed on the host."""
+        size = self._table.block_size
+        return self._table.block_table.np[request, position // size].astype(np.int64) * size + position % size
 
     def index(self, rows: np.ndarray) -> torch.Tensor:
         """Host row numbers as an index on the model's device."""

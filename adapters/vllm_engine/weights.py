@@ -19,6 +19,7 @@ from adapters.contract import Manifest, Version
 from adapters.hf_convert.digest import partial_digest, tensor_digest
 from adapters.hf_convert.directory import HFDirectory
 
+from .experts import prepack
 from .shared_memory import Bucket, map_bucket
 
 Fingerprint = dict[str, tuple[int, bool]]
@@ -96,6 +97,7 @@ class LiveWeights:
         self._half_loaded = True
         with set_current_vllm_config(self._vllm_config):
             self._runner.reload_weights(weights_iterator=iter(tensors))
+            prepack(self._runner.get_model())
         self._half_loaded = False
 
     def _from_directory(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -13,8 +13,8 @@ import torch
 from vllm.forward_context import get_forward_context
 
 from . import patches
-from .model_interface import Policy, TracedModel
-from .records import Record, Records, ScoreOrder
+from .model_interface import Policy, TracedModel, TraceLayout
+from .records import CacheRows, Record, Records, ScoreOrder
 from .step import Step
 from .weights import LiveWeights
 
@@ -26,19 +26,22 @@ class TetherWorker:
 
     model_runner: Any
 
-    def tether_install(self, default_policy: str | None) -> str:
-        """Hooks the model runner. Called once, before the first request. Returns the model's trace kind."""
+    def tether_install(self, default_policy: str | None) -> TraceLayout:
+        """Hooks the model runner. Called once, before the first request. Returns what the model's trace holds."""
         runner, model = self.model_runner, self.model_runner.get_model()
         if not isinstance(model, TracedModel):
             raise RuntimeError(f"{type(model).__name__} is not Tether's model for vLLM: the plugin did not register it")
         self._tether_default = model.parse_policy(default_policy)
         self._tether_policies: dict[str, Policy] = {}
-        self.tether_records = Records(policy_width=model.policy_width)
+        layout = model.trace_layout
+        form = {"row_shape": layout.row_shape, "unknown": layout.unknown}
+        self.tether_records = Records(policy_width=model.policy_width, **form)
+        self._tether_cache_rows = CacheRows(**form) if layout.prompt_value is None else None
         self.tether_weights = LiveWeights(runner=runner, vllm_config=self.vllm_config)  # type: ignore[attr-defined]
         self._hook_forward(runner, model)
         self._hook_removed(runner)
         patches.rewind_discarded_draws(runner)
-        return model.trace_kind
+        return layout
 
     def tether_check_policy(self, text: str) -> str | None:
         """None if the text is a policy of this model, else what is wrong with it."""
@@ -80,7 +83,7 @@ class TetherWorker:
             if not get_forward_context().attn_metadata:  # a dummy run has no requests
                 return original(*args, **kwargs)
             self._open_records(runner, model)
-            model.step = step = Step(runner, self.tether_records)
+            model.step = step = Step(runner, self.tether_records, self._tether_cache_rows)
             try:
                 hidden = original(*args, **kwargs)
             finally:
@@ -99,11 +102,12 @@ class TetherWorker:
             extra = state.sampling_params.extra_args or {}
             prompt = len(state.prompt_token_ids)
             policy = self._policy(extra.get("execution"))
-            given = extra.get("trace")
+            layout, given = model.trace_layout, extra.get("trace")
             if given is not None:
-                known = np.frombuffer(given, np.uint8)
+                known = np.frombuffer(given, np.uint8).reshape(-1, *layout.row_shape)
             else:
-                known = np.full(prompt, model.prompt_value, np.uint8)
+                length = 0 if layout.prompt_value is None else prompt
+                known = np.full((length, *layout.row_shape), layout.prompt_value or 0, np.uint8)
             order = None
             if "targets" in extra:
                 targets = np.asarray(extra["targets"], np.int64)

@@ -20,7 +20,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.utils import maybe_prefix
 
-from adapters.vllm_engine.model_interface import LiveTensor, Policy
+from adapters.vllm_engine.model_interface import LiveTensor, Policy, TraceLayout
 from adapters.vllm_engine.readback import served_weight
 from adapters.vllm_engine.step import Step
 from providers.ouro.config import MODEL_TYPE, OuroConfig
@@ -52,7 +52,6 @@ def register() -> None:
 class OuroForCausalLM(nn.Module):
     """What vLLM's loader and runner call, and what Tether's worker calls (`TracedModel`)."""
 
-    trace_kind = KIND
     policy_width = 4
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -63,7 +62,8 @@ class OuroForCausalLM(nn.Module):
             raise ValueError(
                 f"tensor_parallel: got {tp}, expected a divisor of the {config.num_kv_heads} key and value heads"
             )
-        self.prompt_value = config.num_loops
+        loops = config.num_loops
+        self.trace_layout = TraceLayout(kind=KIND, least=1, most=loops, prompt_value=loops)
         self.model = OuroModel(config=config, vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "lm_head"))
         self.logits_processor = LogitsProcessor(config.vocab_size)

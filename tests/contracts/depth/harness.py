@@ -295,8 +295,8 @@ def _change_step(change: Callable[[Any], None]) -> None:
 
     original = Step.__init__
 
-    def init(self: Any, runner: Any, records: Any) -> None:
-        original(self, runner, records)
+    def init(self: Any, runner: Any, *others: Any) -> None:
+        original(self, runner, *others)
         self.prompt_lengths = runner.input_batch.num_prompt_tokens[: len(self.bounds) - 1][self.request]
         change(self)
 

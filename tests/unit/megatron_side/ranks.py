@@ -1,72 +1,20 @@
-"""What the processes of a multi-rank test run: `python -m tests.unit.megatron_side.ranks STAGE... --folder DIR`.
-
-Every stage starts the runtime with its own layout, does its work and writes rank 0's findings to DIR/STAGE.pt; the test
-reads them. A stage that fails ends its process with an error. `launch` starts the processes and waits for them.
-"""
+"""What the processes of this folder's multi-rank tests run, see `tests.ranks`."""
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import faulthandler
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests import ranks
+from tests.ranks import error_of, findings
 from tests.unit.megatron_side.samples import make_samples, make_trainer, tensors_of
 
-REPOSITORY = Path(__file__).parents[3]
-
-
-def launch(stages: list[str], *, folder: Path, world: int, deadline_seconds: float = 240) -> None:
-    """Runs the stages one after another in `world` processes. Raises AssertionError with the output of a failed one."""
-    command = [sys.executable, "-m", "tests.unit.megatron_side.ranks", *stages, "--folder", str(folder)]
-    ports = ",".join(str(port) for port in free_ports(len(stages)))
-    processes = []
-    for rank in range(world):
-        environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
-        environment |= {"STAGE_PORTS": ports, "STAGE_DEADLINE": str(deadline_seconds)}
-        with (folder / f"{stages[0]}.{rank}.log").open("w") as log:
-            processes.append(subprocess.Popen(command, env=environment, cwd=REPOSITORY, stdout=log, stderr=log))
-    try:
-        codes = [process.wait(timeout=deadline_seconds + 30) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for rank, code in enumerate(codes):
-        output = (folder / f"{stages[0]}.{rank}.log").read_text()
-        assert code == 0, f"rank {rank} of {stages} ended with {code}:\n{output[-6000:]}"
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on now; one each stage, so that no rank can meet another's previous stage."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-
-
-def findings(folder: Path, stage: str) -> dict[str, Any]:
-    return torch.load(folder / f"{stage}.pt", weights_only=False)
-
-
-def error_of(action: Callable[[], Any]) -> str:
-    """The error an action raises, as text. On every rank: the ranks' texts, joined."""
-    try:
-        action()
-        text = "no error"
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-    texts: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(texts, text)
-    return " | ".join(texts)
+__all__ = ["findings", "launch"]
+launch = partial(ranks.launch, "tests.unit.megatron_side.ranks")
 
 
 def measure(trainer: Any, count: int = 7) -> dict[str, Any]:
@@ -173,28 +121,8 @@ def from_halves(folder: Path) -> dict[str, Any]:
     return found
 
 
-LAYOUTS = {tensor_parallel: 2}
-
-
-def main() -> None:
-    from adapters.megatron.runtime import RuntimeSettings, initialize, shutdown
-
-    parser = argparse.ArgumentParser()
-    parser.add_argument("stages", nargs="+")
-    parser.add_argument("--folder", type=Path)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(float(os.environ["STAGE_DEADLINE"]), exit=True)  # a hang says where
-    for name, port in zip(arguments.stages, os.environ["STAGE_PORTS"].split(","), strict=True):
-        stage = globals()[name]
-        os.environ["MASTER_PORT"] = port
-        initialize(RuntimeSettings(tensor_parallel=LAYOUTS.get(stage, 1), seed=7, deadline_seconds=60))
-        found = stage(arguments.folder)
-        if torch.distributed.get_rank() == 0:
-            torch.save(found, arguments.folder / f"{name}.pt")
-        torch.distributed.barrier()
-        shutdown()
+STAGES: list[Callable[[Path], Any]] = [alone, resumed, data_parallel, tensor_parallel, from_halves]
 
 
 if __name__ == "__main__":
-    main()
+    ranks.run({stage.__name__: stage for stage in STAGES}, {"tensor_parallel": {"tensor_parallel": 2}})
