@@ -1,8 +1,8 @@
 """An engine process that breaks where a test tells it to. Start it with `LocalEngine(settings, module=MODULE)`.
 
-The product has no switch for faults. This module wraps its functions, in the engine process and (forked) its workers,
-and then runs it. A test writes "step fault" into the file that TETHER_TEST_FAULT names; the first wrapper that finds
-its own step there takes the file away and does what it says.
+The product has no switch for faults. This module wraps its functions, in the engine process and its (forked) workers,
+and then runs it. A test writes lines "step|fault" into the file that TETHER_TEST_FAULT names; a wrapper that finds its
+own step there takes the line away and does what it says.
 """
 
 from __future__ import annotations
@@ -19,42 +19,46 @@ import torch
 MODULE = __name__
 VARIABLE = "TETHER_TEST_FAULT"
 STALL_SECONDS = 4.0
-STEPS = ("begin", "stage 0", "stage last", "prepare", "commit", "verify", "cache reset", "settle")
-WORKER_STEPS = ("stage 0", "stage last", "prepare", "commit", "settle")
-"""Steps that run on the workers; there the last worker breaks."""
-FAULTS = ("exception", "kill", "stall", "corrupt byte", "lost reply")
+FIRST, LAST = "lm_head.weight", "model.norm.weight"
+"""The tensors that come first and last in the tiny model's file, and so in the first and last bucket."""
 
 
 class Injected(RuntimeError):
     """The exception that a fault raises."""
 
 
-def order(step: str, fault: str) -> None:
-    """Tells the engine process where to break next."""
-    path = Path(os.environ[VARIABLE])
-    path.with_suffix(".new").write_text(f"{step}|{fault}")
-    path.with_suffix(".new").rename(path)
+def order(*lines: tuple[str, str]) -> None:
+    """Tells the engine process where to break next: (step, fault), in the order in which they are met."""
+    _rewrite([f"{step}|{fault}" for step, fault in lines])
 
 
-def withdraw() -> bool:
-    """Takes back an order. True if nothing had met it."""
-    path = Path(os.environ[VARIABLE])
-    met = not path.exists()
-    path.unlink(missing_ok=True)
-    return not met
+def withdraw() -> list[str]:
+    """Takes back what no step has met."""
+    left = _lines()
+    _rewrite([])
+    return left
 
 
 def due(step: str) -> str | None:
     """The fault ordered for this step, once."""
+    for line in (lines := _lines()):
+        ordered, _, fault = line.partition("|")
+        if ordered == step:
+            _rewrite([other for other in lines if other is not line])
+            return fault
+    return None
+
+
+def _lines() -> list[str]:
     path = Path(os.environ[VARIABLE])
-    try:
-        ordered, _, fault = path.read_text().partition("|")
-    except FileNotFoundError:
-        return None
-    if ordered != step:
-        return None
-    path.unlink()
-    return fault
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def _rewrite(lines: list[str]) -> None:
+    path = Path(os.environ[VARIABLE])
+    staging = path.with_suffix(f".{os.getpid()}")
+    staging.write_text("\n".join(lines))
+    staging.rename(path)
 
 
 def happen(fault: str | None) -> None:
@@ -80,40 +84,39 @@ def flip_byte(path: str | Path, offset: int) -> None:
         file.write(bytes([byte ^ 0xFF]))
 
 
-class Weights:
-    """Wraps `LiveWeights`: steps on the last worker."""
+def wrap_workers() -> None:
+    """Wraps `LiveWeights`; the last worker breaks."""
+    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
-    def __init__(self) -> None:
-        from adapters.vllm_engine.weights import LiveWeights
+    from adapters.vllm_engine.weights import LiveWeights
 
-        self.buckets: list[Any] = []
-        for name in ("stage", "prepare", "commit", "settle"):
-            setattr(LiveWeights, name, self._wrap(name, getattr(LiveWeights, name)))
+    staged: list[Any] = []
 
-    def _wrap(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
-
+    def wrap(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def step(live: Any, *args: Any) -> Any:
             if get_tensor_model_parallel_rank() != get_tensor_model_parallel_world_size() - 1:
                 return original(live, *args)
             if name == "stage":
-                self.buckets = [b for b in self.buckets if Path(b.path).exists()] + [args[0]]
-            fault = due(self._label(name, args))
+                staged.append(args[0])
+            if name == "fingerprint":
+                if due("read back") == "corrupt byte":
+                    live._runner.get_model().model.norm.weight.data.view(torch.uint8)[5] ^= 0xFF
+                return original(live, *args)
+            fault = due(_stage_label(args[0]) if name == "stage" else name)
             if fault == "corrupt byte":
-                flip_byte(self.buckets[-1].path, self.buckets[-1].placements[-1].offset + 5)
+                flip_byte(staged[-1].path, staged[-1].placements[-1].offset + 5)
             happen(fault)
             return original(live, *args)
 
         return step
 
-    def _label(self, name: str, args: tuple[Any, ...]) -> str:
-        if name != "stage":
-            return name
-        names = {place.name for place in args[0].placements}
-        return "stage 0" if "model.embed_tokens.weight" in names else "stage last" if LAST in names else "stage"
+    for name in ("stage", "prepare", "commit", "settle", "rollback", "fingerprint"):
+        setattr(LiveWeights, name, wrap(name, getattr(LiveWeights, name)))
 
 
-LAST = "model.layers.2.post_attention_layernorm_2.weight"
+def _stage_label(bucket: Any) -> str:
+    names = {place.name for place in bucket.placements}
+    return "stage first" if FIRST in names else "stage last" if LAST in names else "stage"
 
 
 def wrap_engine() -> None:
@@ -125,7 +128,7 @@ def wrap_engine() -> None:
 
     calls = {
         messages.Begin: "begin",
-        messages.Stage: "stage 0",
+        messages.Stage: "stage",
         messages.Prepare: "prepare",
         messages.Commit: "commit",
     }
@@ -181,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if fault == "no plugin":
         os.environ["VLLM_PLUGINS"] = "none"
     happen(fault)
-    Weights()
+    wrap_workers()
     wrap_engine()
     fork_workers()
     process.main(arguments)

@@ -111,7 +111,7 @@ def test_a_stopped_process_is_found_by_its_heart(alive: Any) -> None:
 
 def test_a_process_that_waits_for_ever_is_told_from_one_that_works(alive: Any) -> None:
     """Beating without finishing anything: EngineTimeout after the deadline. Longer work with progress is waited for."""
-    faults.order("generate", "stall")
+    faults.order(("generate", "stall"))
     started = time.monotonic()
     with pytest.raises(EngineTimeout, match="waited 3 s for the next result"):
         run(alive, make_requests("stalled", 1))
@@ -143,7 +143,7 @@ def test_a_killed_process_is_dead_and_comes_back_at_the_committed_version(
 
 def test_out_of_memory_is_said(alive: Any, tiny_ouro: Path, tmp_path: Path) -> None:
     """An allocation that fails ends the process with its own error; a cache that cannot fit is refused by vLLM."""
-    faults.order("generate", "memory")
+    faults.order(("generate", "memory"))
     with pytest.raises(EngineOutOfMemory, match="memory"):
         run(alive, make_requests("m", 1))
     with pytest.raises(EngineStartFailed, match="less than requested memory for kv"):
@@ -156,7 +156,7 @@ def test_an_engine_that_cannot_start_says_why(tiny_ouro: Path, tmp_path: Path, f
         LocalEngine(settings_for(tmp_path / "no-such-model", tmp_path / "log"))
     before = owned_by(os.getpid())
     for fault, kind in (("no plugin", PluginMissing), ("kill", EngineStartFailed), ("stop", EngineTimeout)):
-        faults.order("start", fault)
+        faults.order(("start", fault))
         with pytest.raises(kind):
             seconds = 2 if fault == "stop" else 120
             LocalEngine(settings_for(tiny_ouro, tmp_path / "log", start_seconds=seconds), module=faults.MODULE)

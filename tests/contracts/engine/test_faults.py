@@ -1,0 +1,50 @@
+"""Every step of a publication broken once, and every kind of fault once. The matrix of all is `fault_matrix.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .cells import LOST, PROCESS_FAULTS, ROLLBACK, STEPS, TENSOR_FAULTS, Bench, all_cells, bench, cell_id, check
+
+CELLS = [
+    ("begin", "extra"),
+    ("begin", "duplicate"),
+    ("stage first", "missing"),
+    ("stage first", "corrupt byte"),
+    ("stage last", "dtype"),
+    ("stage last", "misshapen"),
+    ("prepare", "exception"),
+    ("prepare", "kill"),
+    ("commit", "nan"),
+    ("commit", "corrupt byte"),
+    ("commit", "lost reply"),
+    ("read back", "corrupt byte"),
+    ("verify", "stall"),
+    ("cache reset", "exception"),
+    ("settle", "exception"),
+    (ROLLBACK, "exception"),
+    (ROLLBACK, "stop"),
+]
+
+
+@pytest.fixture(scope="module")
+def stand(tiny_ouro: Path, other_ouro: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    with bench({"A": tiny_ouro, "B": other_ouro}, tmp_path_factory.mktemp("faults")) as running:
+        yield running
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=cell_id)
+def test_a_fault_leaves_the_old_version_or_the_new_one(stand: Bench, cell: tuple[str, str]) -> None:
+    """Outputs equal those of an engine started on either set of weights, exactly; then a good publication succeeds."""
+    print(check(stand, *cell))
+
+
+def test_the_short_list_meets_every_step_and_every_fault() -> None:
+    """A step or a fault that is added to the matrix is added here too."""
+    steps, faults = ({cell[i] for cell in CELLS} for i in (0, 1))
+    assert steps == {*STEPS, ROLLBACK}
+    assert faults == {*PROCESS_FAULTS, *TENSOR_FAULTS, "corrupt byte", "lost reply"}
+    assert set(CELLS) <= set(all_cells()) and len(all_cells()) >= 60 and LOST
