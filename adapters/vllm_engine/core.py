@@ -236,6 +236,9 @@ def _score_result(request: ScoreRequest, record: Record | None, reason: str, ver
     return ScoreResult(request_id=request.request_id, logprobs=scores, version=version, error=error)
 
 
+_ANY_SHARE = 0.01  # vLLM demands this share of the device's memory to be free even when the cache's size is given
+
+
 def _engine_args(settings: EngineSettings) -> EngineArgs:
     return EngineArgs(
         model=str(settings.model),
@@ -244,7 +247,7 @@ def _engine_args(settings: EngineSettings) -> EngineArgs:
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         kv_cache_memory_bytes=settings.kv_cache_bytes,
-        gpu_memory_utilization=settings.gpu_memory_utilization,
+        gpu_memory_utilization=settings.gpu_memory_utilization if settings.kv_cache_bytes is None else _ANY_SHARE,
         num_gpu_blocks_override=settings.num_kv_blocks,
         block_size=settings.block_size,
         enable_prefix_caching=settings.enable_prefix_caching,

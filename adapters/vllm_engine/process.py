@@ -30,6 +30,9 @@ CPU_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
+CUDA_ENVIRONMENT = {
+    "TRITON_F32_DEFAULT": "ieee",  # else Triton attention multiplies fp32 as TF32, 1000 times coarser
+}
 ORPHANED = 3
 STATUS: dict[int, type[EngineDead]] = {70: EngineOutOfMemory, 71: PluginMissing, 72: EngineStartFailed}
 """Exit status of a process that knows why it ends -> the error that its client raises."""
@@ -37,7 +40,7 @@ STATUS: dict[int, type[EngineDead]] = {70: EngineOutOfMemory, 71: PluginMissing,
 
 def environment(base: dict[str, str], *, cuda: bool) -> dict[str, str]:
     """The environment of an engine process: what it must have, and defaults that the caller's may override."""
-    defaults = {} if cuda else CPU_ENVIRONMENT
+    defaults = CUDA_ENVIRONMENT if cuda else CPU_ENVIRONMENT
     return {**defaults, **base, **ENVIRONMENT}
 
 
