@@ -1,7 +1,7 @@
 """Which part of the model the generated tokens of each update run, as the text that goes to the engine with a request.
 
-The texts mean what `providers.ouro.trace.DepthPolicy` says. A schedule names one text per update; it is part of the
-run contract, so a resumed run goes on in the middle of a cycle.
+The texts mean what the provider's `trace.parse_policy` says; a model without loops has only "full". A schedule names
+one text per update; it is part of the run contract, so a resumed run goes on in the middle of a cycle.
 """
 
 from __future__ import annotations

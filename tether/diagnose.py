@@ -1,4 +1,4 @@
-"""What replaying the trace is worth: the score difference when responses are replayed at full depth instead."""
+"""What replaying the trace is worth: the score difference when the trainer runs responses its own way instead."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from adapters.megatron.trainer import Trainer
 
 
-def full_depth_difference(trainer: Trainer, samples: Sequence[TrainSample]) -> dict[str, float]:
-    """Mean and largest |trainer - rollout| log-prob with every token run through all loops. All ranks together.
+def unreplayed_difference(trainer: Trainer, samples: Sequence[TrainSample]) -> dict[str, float]:
+    """Mean and largest |trainer - rollout| log-prob with every token run whole, or routed anew. All ranks together.
 
-    Compare with logprob_diff_mean and _max, where each token ran what it ran in the rollout; equal at full depth.
+    Compare with logprob_diff_mean and _max, where each token ran what it ran in the rollout.
     """
     scores = trainer.score([replace(sample, trace=None) for sample in samples])
     apart = [
@@ -23,4 +23,4 @@ def full_depth_difference(trainer: Trainer, samples: Sequence[TrainSample]) -> d
         for sample, values in zip(samples, scores, strict=True)
         for ours, theirs in zip(values, sample.rollout_logprobs, strict=True)
     ]
-    return {"logprob_diff_full_depth_mean": fmean(apart), "logprob_diff_full_depth_max": max(apart)}
+    return {"logprob_diff_unreplayed_mean": fmean(apart), "logprob_diff_unreplayed_max": max(apart)}

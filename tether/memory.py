@@ -51,14 +51,14 @@ def estimate(job: Job) -> Estimate:
 def cache_bytes(job: Job) -> int:
     """Keys and values of max_concurrent_samples sequences of the longest length."""
     c: Any = job.config
-    per_token = 2 * c.num_kv_heads * c.head_dim * c.num_layers * c.num_loops * BYTES[job.settings.dtype]
+    per_token = 2 * c.num_kv_heads * c.head_dim * c.num_layers * c.layer_passes * BYTES[job.settings.dtype]
     return per_token * job.context_tokens * job.settings.max_concurrent_samples
 
 
 def _activation_bytes(job: Job, size: int) -> int:
     c: Any = job.config
-    layers = c.num_layers * c.num_loops
-    kept = c.hidden_size if job.settings.recompute else ACTIVATIONS_PER_LAYER * c.hidden_size + 4 * c.intermediate_size
+    layers = c.num_layers * c.layer_passes
+    kept = c.hidden_size if job.settings.recompute else ACTIVATIONS_PER_LAYER * c.hidden_size + 4 * c.active_width
     return job.settings.tokens_per_microbatch * layers * kept * size
 
 

@@ -130,7 +130,7 @@ def read_model(model: Path) -> tuple[HFDirectory, Any]:
 def _depth(settings: Settings, source: HFDirectory, config: Any) -> DepthSchedule:
     trace = provider(source.config["model_type"], "trace")
     schedule = DepthSchedule.parse(settings.depth)
-    schedule.check(lambda policy: trace.DepthPolicy.parse(policy, config.num_loops))
+    schedule.check(lambda policy: trace.parse_policy(policy, config))
     return schedule
 
 

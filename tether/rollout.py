@@ -21,6 +21,8 @@ from tether.prepare import Job
 from tether.rewards import checked_reward
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from adapters.megatron.packing import TrainSample
 
 
@@ -33,8 +35,8 @@ class Sample:
     """Which prompt of the update it answers; advantages are relative within a group."""
     request: GenerationRequest
     result: GenerationResult
-    loops: list[int]
-    """Loops that each input token ran."""
+    rows: np.ndarray
+    """What each input token ran, as the provider reads the trace."""
     response: str
     """The decoded response, special tokens left out."""
 
@@ -123,7 +125,7 @@ def train_samples(samples: Sequence[Sample], advantages: Sequence[float]) -> lis
             response_token_ids=sample.result.token_ids,
             rollout_logprobs=sample.result.logprobs,
             advantage=advantage,
-            trace=torch.tensor(sample.loops),
+            trace=torch.from_numpy(sample.rows.astype("int64")),
             temperature=sample.request.sampling.temperature,
         )
         for sample, advantage in zip(samples, advantages, strict=True)
@@ -132,7 +134,7 @@ def train_samples(samples: Sequence[Sample], advantages: Sequence[float]) -> lis
 
 def metrics(job: Job, update: int, samples: Sequence[Sample], rewards: Sequence[float]) -> dict[str, Any]:
     """What rank 0 knows of an update before training. `weight_version` is the one the engine serves after it."""
-    depths = [depth for sample in samples for depth in exit_depths(job, sample)]
+    traces = [(sample.rows, len(sample.request.prompt_token_ids)) for sample in samples]
     return {
         "update": update,
         "weight_version": update,
@@ -141,8 +143,7 @@ def metrics(job: Job, update: int, samples: Sequence[Sample], rewards: Sequence[
         "response_length_mean": fmean(len(sample.result.token_ids) for sample in samples),
         "truncated_share": fmean(sample.result.finish_reason == "length" for sample in samples),
         "execution": job.depth.plan(update),
-        "depth_mean": fmean(depths),
-        "depth_histogram": [depths.count(loops) for loops in range(1, job.config.num_loops + 1)],
+        **job.part("trace").metrics(traces, job.config),
     }
 
 
@@ -159,7 +160,7 @@ def to_json(
             "response": sample.response,
             "label": sample.record.label,
             "logprobs": list(result.logprobs),
-            "exit_depths": exit_depths(job, sample),
+            **job.part("trace").describe(sample.rows, len(request.prompt_token_ids), job.config),
             "execution": request.execution,
             "seed": result.seed,
             "temperature": request.sampling.temperature,
@@ -170,19 +171,14 @@ def to_json(
         }
 
 
-def exit_depths(job: Job, sample: Sample) -> list[int]:
-    """Loops behind each response token, the first of which always comes from a full-depth state."""
-    return job.part("trace").exit_depths(sample.loops, len(sample.request.prompt_token_ids), job.config.num_loops)
-
-
 def _sample(job: Job, *, record: Record, group: int, request: GenerationRequest, result: GenerationResult) -> Sample:
     num_prompt_tokens = len(request.prompt_token_ids)
-    loops = job.part("trace").loops_of(
+    rows = job.part("trace").rows_of(
         result.trace,
         num_prompt_tokens=num_prompt_tokens,
         num_tokens=num_prompt_tokens + len(result.token_ids),
-        num_loops=job.config.num_loops,
+        config=job.config,
         where=request.request_id,
     )
     response = job.tokenizer.decode(result.token_ids, skip_special_tokens=True)
-    return Sample(record=record, group=group, request=request, result=result, loops=loops, response=response)
+    return Sample(record=record, group=group, request=request, result=result, rows=rows, response=response)

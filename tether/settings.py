@@ -20,6 +20,7 @@ from tether.depth import DepthSchedule
 
 DTYPES = ("auto", "float32", "bfloat16")
 ENGINES = ("local",)
+REPLAYS = ("rollout", "trainer", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,14 @@ class Settings:
     """Trainer processes; more than one need torchrun."""
     tensor_parallel: int = 1
     """Trainer processes that share one copy of the model; divides train_devices."""
+    expert_parallel: int = 1
+    """Trainer processes that divide the experts of a layer among them; divides train_devices."""
+    router_replay: str = "rollout"
+    """Experts of a training pass: rollout (the recorded ones), trainer (the trainer's own at the start), or none."""
+    balance_coefficient: float = 0.01
+    """Weight of the routers' load balancing loss."""
+    router_z_coefficient: float = 0.001
+    """Weight of the routers' z-loss."""
     rollout_devices: int = 1
     """Devices of the engine (tensor parallel)."""
     clip_low: float = 0.2
@@ -77,7 +86,7 @@ class Settings:
     recompute: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
     diagnose: bool = False
-    """Also measure the score difference when responses are replayed at full depth."""
+    """Also measure the score difference when responses are not replayed: every token whole, or routed anew."""
     eval_data: str = ""
     """JSON lines of held-out prompts, answered greedily and rewarded every eval_every updates."""
     eval_every: int = 0
@@ -108,8 +117,8 @@ class Settings:
 
 
 UNCONTRACTED = frozenset(
-    {"train_devices", "tensor_parallel", "rollout_devices", "engine", "save_every", "keep_rollouts", "keep_checkpoints",
-     "diagnose", "eval_data", "eval_every", "max_concurrent_samples", "kv_cache_bytes", "deadline_seconds"}
+    {"train_devices", "tensor_parallel", "expert_parallel", "rollout_devices", "engine", "save_every", "keep_rollouts",
+     "keep_checkpoints", "diagnose", "eval_data", "eval_every", "max_concurrent_samples", "kv_cache_bytes", "deadline_seconds"}
 )  # fmt: skip
 """Settings that may change on resume: they decide where and how a run computes, not what."""
 
@@ -202,7 +211,8 @@ def _convert(text: str, kind: type) -> Any:
 def _violations(s: Settings) -> list[tuple[str, str]]:
     """(field, what was expected) of every field outside its range."""
     at_least = {name: 1 for name in ("prompts_per_update", "max_new_tokens", "save_every", "tokens_per_microbatch")}
-    at_least |= {name: 1 for name in ("train_devices", "tensor_parallel", "rollout_devices", "max_concurrent_samples")}
+    sizes = ("train_devices", "tensor_parallel", "expert_parallel", "rollout_devices", "max_concurrent_samples")
+    at_least |= dict.fromkeys(sizes, 1)
     at_least |= {
         name: 0 for name in ("seed", "lr_warmup_updates", "lr_decay_updates", "keep_checkpoints", "eval_every")
     }
@@ -215,16 +225,17 @@ def _violations(s: Settings) -> list[tuple[str, str]]:
         "engine": (s.engine in ENGINES, f"one of {', '.join(ENGINES)}"),
         "weight_decay": (math.isfinite(s.weight_decay) and s.weight_decay >= 0, "a finite number >= 0"),
         "kl": (s.kl == 0, "0: a KL penalty needs a reference policy, which is not supported; clipping bounds the step"),
-        "tensor_parallel": (
-            s.train_devices % max(1, s.tensor_parallel) == 0,
-            f"a divisor of train_devices={s.train_devices}",
-        ),
+        "router_replay": (s.router_replay in REPLAYS, f"one of {', '.join(REPLAYS)}"),
+        "balance_coefficient": (math.isfinite(s.balance_coefficient) and s.balance_coefficient >= 0, "finite, >= 0"),
+        "router_z_coefficient": (math.isfinite(s.router_z_coefficient) and s.router_z_coefficient >= 0, "finite, >= 0"),
         "eval_data": (
             bool(s.eval_data) or s.eval_every == 0,
             "a file of held-out prompts, because eval_every is not 0",
         ),
         "reward": (len(s.reward.split(":")) == 2 and all(s.reward.split(":")), "module:function"),
     }
+    for name in ("tensor_parallel", "expert_parallel"):
+        rules[name] = (s.train_devices % max(1, getattr(s, name)) == 0, f"a divisor of train_devices={s.train_devices}")
     return bad + [(name, want) for name, (holds, want) in rules.items() if not holds]
 
 

@@ -18,9 +18,11 @@ from tether.ranks import from_rank_zero, rank
 from tether.settings import settings_table
 
 if TYPE_CHECKING:
+    from adapters.megatron.routing import RouterSettings
     from adapters.megatron.trainer import Trainer
     from adapters.vllm_engine.local import LocalEngine
     from adapters.vllm_engine.settings import EngineSettings
+    from tether.settings import Settings
 
 ENGINE_LOG = "engine.log"
 SMALLEST_CACHE_BYTES = 64 << 20
@@ -110,12 +112,14 @@ def trainer(job: Job) -> Iterator[Trainer]:
     runtime.initialize(
         runtime.RuntimeSettings(
             tensor_parallel=s.tensor_parallel,
+            expert_parallel=s.expert_parallel,
             seed=derive_seed(s.seed, "trainer") % 2**32,
             deadline_seconds=2 * s.deadline_seconds,  # rank 0's own deadline must end first, so that its error arrives
         )
     )
     try:
-        model = job.part("model").build(job.config, dtype=getattr(torch, s.dtype), recompute=s.recompute)
+        options = {"router": router_settings(s)} if getattr(job.config, "num_experts", 0) else {}
+        model = job.part("model").build(job.config, dtype=getattr(torch, s.dtype), recompute=s.recompute, **options)
         yield Trainer(
             model,
             optimizer=optimizer,
@@ -124,6 +128,17 @@ def trainer(job: Job) -> Iterator[Trainer]:
         )
     finally:
         runtime.shutdown()
+
+
+def router_settings(settings: Settings) -> RouterSettings:
+    """How the routers of a model with experts are trained."""
+    from adapters.megatron.routing import RouterSettings
+
+    return RouterSettings(
+        balance_coefficient=settings.balance_coefficient,
+        z_coefficient=settings.router_z_coefficient,
+        replay=settings.router_replay,  # type: ignore[arg-type]
+    )
 
 
 def export(job: Job) -> None:

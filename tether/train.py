@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from adapters.contract import derive_seed
 from tether import checkpoint, evaluate, rollout, start
 from tether.data import PromptOrder
-from tether.diagnose import full_depth_difference
+from tether.diagnose import unreplayed_difference
 from tether.prepare import Job, prepare
 from tether.progress import Progress, closing_lines, say
 from tether.ranks import from_rank_zero, rank
@@ -106,7 +106,7 @@ def one_update(run: Run) -> dict[str, Any]:
     samples, metrics = from_rank_zero(lambda: generate(run, update))
     clock.lap("rollout_seconds")
     if job.settings.diagnose:
-        metrics |= full_depth_difference(run.trainer, samples)
+        metrics |= unreplayed_difference(run.trainer, samples)
         clock.lap("diagnose_seconds")
     metrics |= run.trainer.train(samples)
     clock.lap("train_seconds")

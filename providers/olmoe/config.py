@@ -56,6 +56,14 @@ class OlmoeConfig:
     eos_token_ids: tuple[int, ...] = ()
     """Tokens that end a response, as the checkpoint's config names them."""
 
+    layer_passes = 1
+    """How often a token runs each layer, at most."""
+
+    @property
+    def active_width(self) -> int:
+        """Inner width of the feed-forward parts that a token runs."""
+        return self.top_k * self.intermediate_size
+
     def __post_init__(self) -> None:
         fields.raise_all(_misfits(vars(self)), "OlmoeConfig", "OLMoE")
 

@@ -7,7 +7,9 @@ recorded; it is refused wherever a trace is read.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -78,6 +80,16 @@ def problem_of(rows: np.ndarray, config: OlmoeConfig) -> str | None:
         got = rows[position, layer].tolist()
         return f"position {position}, layer {layer}: got experts {got}, expected no one twice"
     return None
+
+
+def describe(rows: np.ndarray, num_prompt_tokens: int, config: OlmoeConfig) -> dict[str, Any]:
+    """What a line of OUT/rollouts says of a sample's trace: all of it, because a replay needs all."""
+    return {"experts": base64.b64encode(rows.tobytes()).decode(), "experts_shape": list(rows.shape)}
+
+
+def metrics(samples: Sequence[tuple[np.ndarray, int]], config: OlmoeConfig) -> dict[str, Any]:
+    """What an update reports of its samples' traces: how often each expert of each layer was used."""
+    return {"expert_load": load_per_expert([rows for rows, _ in samples], config).tolist()}
 
 
 def load_per_expert(traces: Sequence[np.ndarray], config: OlmoeConfig) -> np.ndarray:

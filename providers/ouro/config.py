@@ -52,6 +52,16 @@ class OuroConfig:
     eos_token_ids: tuple[int, ...] = ()
     """Tokens that end a response, as the checkpoint's config names them."""
 
+    @property
+    def layer_passes(self) -> int:
+        """How often a token runs each layer, at most."""
+        return self.num_loops
+
+    @property
+    def active_width(self) -> int:
+        """Inner width of the feed-forward part that a token runs."""
+        return self.intermediate_size
+
     def __post_init__(self) -> None:
         fields.raise_all(fields.misfits(vars(self)), "OuroConfig", "Ouro")
 

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from adapters.contract import Trace
+from providers.ouro.config import OuroConfig
 
 KIND = "loops"
 
@@ -119,13 +121,20 @@ class DepthPlan:
         return leaving
 
 
+def parse_policy(text: str, config: OuroConfig) -> DepthPolicy:
+    """Raises ValueError for a text that is no policy of this model; see `DepthPolicy.parse`."""
+    return DepthPolicy.parse(text, config.num_loops)
+
+
 def to_trace(loops: Sequence[int]) -> Trace:
     """A contract trace of the loops each input token ran."""
     return Trace(KIND, (len(loops),), bytes(loops))
 
 
-def loops_of(trace: Trace | None, *, num_prompt_tokens: int, num_tokens: int, num_loops: int, where: str) -> list[int]:
-    """The loops of each of the num_tokens - 1 input tokens, checked.
+def rows_of(
+    trace: Trace | None, *, num_prompt_tokens: int, num_tokens: int, config: OuroConfig, where: str
+) -> np.ndarray:
+    """The loops [num_tokens - 1] uint8 of the input tokens, checked.
 
     Raises:
         ValueError: the trace is missing, of another kind or length, holds a value outside 1..num_loops, or a prompt
@@ -138,17 +147,31 @@ def loops_of(trace: Trace | None, *, num_prompt_tokens: int, num_tokens: int, nu
         raise ValueError(
             f"{where}: got a trace of shape {trace.shape!r}, expected ({num_tokens - 1},): one row per input token"
         )
-    loops = list(trace.data)
-    for position, depth in enumerate(loops):
-        low = num_loops if position < num_prompt_tokens else 1
-        if not low <= depth <= num_loops:
-            kind = "prompt" if position < num_prompt_tokens else "generated"
-            raise ValueError(
-                f"{where}: {kind} token at position {position} ran {depth} loops, expected {low}..{num_loops}"
-            )
+    loops = np.frombuffer(trace.data, np.uint8)
+    is_prompt = np.arange(len(loops)) < num_prompt_tokens
+    low = np.where(is_prompt, config.num_loops, 1)
+    if (wrong := np.flatnonzero((loops < low) | (loops > config.num_loops))).size:
+        position = int(wrong[0])
+        kind = "prompt" if is_prompt[position] else "generated"
+        raise ValueError(
+            f"{where}: {kind} token at position {position} ran {loops[position]} loops, expected "
+            f"{low[position]}..{config.num_loops}"
+        )
     return loops
 
 
-def exit_depths(loops: Sequence[int], num_prompt_tokens: int, num_loops: int) -> list[int]:
+def exit_depths(loops: np.ndarray, num_prompt_tokens: int, config: OuroConfig) -> list[int]:
     """One depth per generated token: the first was sampled from a full-depth state."""
-    return [num_loops, *loops[num_prompt_tokens:]]
+    return [config.num_loops, *loops[num_prompt_tokens:].tolist()]
+
+
+def describe(loops: np.ndarray, num_prompt_tokens: int, config: OuroConfig) -> dict[str, Any]:
+    """What a line of OUT/rollouts says of a sample's trace."""
+    return {"exit_depths": exit_depths(loops, num_prompt_tokens, config)}
+
+
+def metrics(samples: Sequence[tuple[np.ndarray, int]], config: OuroConfig) -> dict[str, Any]:
+    """What an update reports of its samples' traces, each with its number of prompt tokens."""
+    depths = np.concatenate([exit_depths(loops, num_prompt, config) for loops, num_prompt in samples])
+    counts = np.bincount(depths, minlength=config.num_loops + 1)[1:]
+    return {"depth_mean": float(depths.mean()), "depth_histogram": counts.tolist()}
