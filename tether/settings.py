@@ -118,7 +118,8 @@ class Settings:
 
 UNCONTRACTED = frozenset(
     {"train_devices", "tensor_parallel", "expert_parallel", "rollout_devices", "engine", "save_every", "keep_rollouts",
-     "keep_checkpoints", "diagnose", "eval_data", "eval_every", "max_concurrent_samples", "kv_cache_bytes", "deadline_seconds"}
+     "keep_checkpoints", "diagnose", "eval_data", "eval_every", "max_concurrent_samples", "kv_cache_bytes",
+     "deadline_seconds"}
 )  # fmt: skip
 """Settings that may change on resume: they decide where and how a run computes, not what."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from examples.ouro.toy_task import problem, train_tokenizer
+from examples.toy_task import problem, train_tokenizer
 from tether.data import PromptOrder, load_records, load_tokenizer
 
 VOCABULARY = 320
