@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from .cells import LOST, PROCESS_FAULTS, ROLLBACK, STEPS, TENSOR_FAULTS, Bench, all_cells, bench, cell_id, check
+from .conftest import MODELS
 
 CELLS = [
     ("begin", "extra"),
@@ -30,9 +30,10 @@ CELLS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def stand(tiny_ouro: Path, other_ouro: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with bench({"A": tiny_ouro, "B": other_ouro}, tmp_path_factory.mktemp("faults")) as running:
+@pytest.fixture(scope="module", params=["ouro", pytest.param("olmoe", marks=pytest.mark.slow)])
+def stand(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    folder = tmp_path_factory.mktemp("faults")
+    with bench({n: MODELS[request.param](folder / n, seed=i) for i, n in enumerate("AB")}, folder) as running:
         yield running
 
 
