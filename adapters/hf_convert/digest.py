@@ -19,13 +19,16 @@ are not part of it and are compared beside it.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 GOLDEN = 0x9E3779B97F4A7C15
 MULTIPLIER = 0xD6E8FEB86659FD93
+COMPILED_ELEMENTS = 1 << 20
+"""From here on the compiled loop is worth what importing numba costs."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -58,7 +61,8 @@ def partial_digest(part: torch.Tensor, *, shape: Sequence[int], dim: int = 0, of
     num_rows, inner = math.prod(part.shape[:dim]), math.prod(part.shape[dim + 1 :])
     stride = shape[dim] * inner if shape else 1
     bits = part.detach().contiguous().reshape(-1).view(_INTEGERS[part.element_size()]).view(num_rows, -1)
-    return _sum_of_mixed(bits, first=offset * inner, stride=stride)
+    compiled = _compiled() if bits.device.type == "cpu" and bits.numel() >= COMPILED_ELEMENTS else None
+    return (compiled or _sum_of_mixed)(bits, first=offset * inner, stride=stride)
 
 
 def _check_place(part: tuple[int, ...], shape: tuple[int, ...], dim: int, offset: int) -> None:
@@ -69,6 +73,22 @@ def _check_place(part: tuple[int, ...], shape: tuple[int, ...], dim: int, offset
         raise ValueError(
             f"digest: a part of shape {part} at {offset} along dimension {dim} is outside of shape {shape}"
         )
+
+
+@functools.cache
+def _compiled() -> Callable[..., int] | None:
+    """The same sum by a compiled loop; None where numba is not installed or finds no place for its cache."""
+    try:
+        from adapters.hf_convert.digest_kernel import sum_of_mixed
+    except (ImportError, RuntimeError):
+        return None
+    import numpy as np
+
+    def compiled(bits: torch.Tensor, *, first: int, stride: int) -> int:
+        keys = ((first + 1) * GOLDEN, stride * GOLDEN, GOLDEN, MULTIPLIER)
+        return int(sum_of_mixed(bits.numpy(), *(np.uint64(key % 2**64) for key in keys)))
+
+    return compiled
 
 
 def _sum_of_mixed(bits: torch.Tensor, *, first: int, stride: int) -> int:

@@ -21,9 +21,9 @@ from adapters.contract import (
     PublishReport,
     ScoreRequest,
     ScoreResult,
+    TensorSpec,
     Version,
 )
-from adapters.hf_convert.manifest import manifest_of
 
 from . import leftovers, messages, shared_memory
 from .connection import Connection
@@ -135,10 +135,12 @@ class LocalEngine:
         buckets: list[shared_memory.Bucket] = []
         pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
         try:
-            buckets.extend(shared_memory.write_buckets(pairs))
-            clock.lap("gather")
-            manifest = manifest_of(pair for bucket in buckets for pair in shared_memory.map_bucket(bucket))
-            clock.lap("digest")
+            specs: list[TensorSpec] = []
+            for bucket, described in shared_memory.write_buckets(pairs):
+                buckets.append(bucket)
+                specs += described
+            clock.lap("write")
+            manifest = Manifest(tensors=tuple(specs))
             offered = Committed(version=version, manifest=manifest, buckets=tuple(buckets))
             self._transact(offered, in_flight, clock)
         except BaseException:

@@ -15,7 +15,9 @@ from pathlib import Path
 import msgspec
 import torch
 
+from adapters.contract import TensorSpec
 from adapters.hf_convert.dtypes import dtype_name
+from adapters.hf_convert.manifest import spec_of
 
 from .leftovers import WEIGHTS, memory_directory, owned_name
 
@@ -44,10 +46,13 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True):
         return sum(place.num_bytes for place in self.placements)
 
 
-def write_buckets(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Bucket]:
+def write_buckets(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[Bucket, list[TensorSpec]]]:
     """Copies tensors into buckets of about BUCKET_BYTES, in the order they come; a large tensor gets its own.
 
     Negative zeros are written as zeros: what CPU kernels serve cannot tell them apart (`readback`).
+
+    Yields:
+        Each bucket, and its tensors described as they were written.
     """
     group: list[tuple[str, torch.Tensor]] = []
     size = 0
@@ -84,7 +89,7 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def _write(group: list[tuple[str, torch.Tensor]]) -> Bucket:
+def _write(group: list[tuple[str, torch.Tensor]]) -> tuple[Bucket, list[TensorSpec]]:
     placements, offset = [], 0
     for name, tensor in group:
         placements.append(
@@ -102,13 +107,22 @@ def _write(group: list[tuple[str, torch.Tensor]]) -> Bucket:
     try:
         os.posix_fallocate(descriptor, 0, max(offset, 1))
         memory = mmap.mmap(descriptor, max(offset, 1))
-        for place, (_, tensor) in zip(placements, group, strict=True):
+        specs = []
+        for place, (name, tensor) in zip(placements, group, strict=True):
             target = _view(memory, place)
-            target.copy_(tensor.detach())
-            target.add_(0)
+            _copy_without_negative_zeros(target, tensor.detach())
+            specs.append(spec_of(name, target))
     except BaseException:
         path.unlink(missing_ok=True)
         raise
     finally:
         os.close(descriptor)
-    return Bucket(path=str(path), placements=tuple(placements))
+    return Bucket(path=str(path), placements=tuple(placements)), specs
+
+
+def _copy_without_negative_zeros(target: torch.Tensor, source: torch.Tensor) -> None:
+    if source.device.type == "cpu":
+        torch.add(source, 0, out=target)  # -0.0 + 0 is 0.0
+    else:
+        target.copy_(source)
+        target.add_(0)

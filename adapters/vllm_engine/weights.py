@@ -7,6 +7,7 @@ weights. What served before is retained until `settle` says that every worker's 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ class LiveWeights:
                 problems.append(f"{spec.name}: never staged")
             elif tuple(tensor.shape) != spec.shape or str(tensor.dtype) != f"torch.{spec.dtype}":
                 problems.append(f"{spec.name}: staged as {tuple(tensor.shape)} {tensor.dtype}, not as in the manifest")
-            elif not torch.isfinite(tensor).all():
+            elif not all(math.isfinite(bound) for bound in torch.aminmax(tensor)):  # NaN is both, if there is one
                 problems.append(f"{spec.name}: holds values that are not finite")
             elif tensor_digest(tensor) != spec.digest:
                 problems.append(f"{spec.name}: content differs from the manifest's digest {spec.digest}")

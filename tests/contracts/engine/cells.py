@@ -171,7 +171,10 @@ def attempt(bench: Bench, version: Version, step: str, fault: str) -> str:
 def send_otherwise(engine: Any, version: Version, promised: Pairs, sent: Pairs, *, again: bool) -> None:
     """A manifest of some tensors, and then buckets of others; or (`again`) those too, once the right ones are ready."""
     call, manifest = engine._connection.call, manifest_of(promised)
-    buckets = {name: list(shared_memory.write_buckets(pairs)) for name, pairs in (("good", promised), ("bad", sent))}
+    buckets = {
+        name: [bucket for bucket, _ in shared_memory.write_buckets(pairs)]
+        for name, pairs in (("good", promised), ("bad", sent))
+    }
     try:
         call(messages.Begin, bool, version=version, manifest=manifest)
         for bucket in buckets["good"] if again else []:

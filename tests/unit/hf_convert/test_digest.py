@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from adapters.hf_convert import digest
 from adapters.hf_convert.digest import partial_digest, render_digest, tensor_digest
 from adapters.hf_convert.manifest import manifest_of
 
@@ -36,6 +37,19 @@ def test_larger_than_a_tile() -> None:
     """Tiling changes nothing: more elements than a tile holds, in one row and in many."""
     tensor = torch.randn(3, 70_000, generator=torch.Generator().manual_seed(0)).bfloat16()
     assert tensor_digest(tensor) == plain_digest(tensor) == tensor_digest(tensor.view(-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float64])
+def test_the_compiled_loop_is_torchs(dtype: torch.dtype) -> None:
+    """numba's one pass and torch's tiles give the same value, also with row steps and keys that wrap."""
+    pytest.importorskip("numba")
+    tensor = (torch.randn(37, 501, generator=torch.Generator().manual_seed(0)) * 50).to(dtype)
+    bits = tensor.view(WIDTH[tensor.element_size()])
+    compiled = digest._compiled()
+    assert compiled is not None
+    for first, stride in ((0, 0), (7, 9000), (2**63 - 5, 2**40 + 1)):
+        arguments = {"first": first, "stride": stride}
+        assert compiled(bits, **arguments) == digest._sum_of_mixed(bits, **arguments)
 
 
 @settings(max_examples=60, deadline=None)
