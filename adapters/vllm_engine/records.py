@@ -100,7 +100,7 @@ class Records:
             RuntimeError: a row is not known: it would reach the trainer as if it had been seen.
         """
         first = int(self.known[slot])
-        if (missing := np.flatnonzero((rows == self.unknown).reshape(len(rows), -1).any(1))).size:
+        if (missing := np.flatnonzero(_anywhere(rows == self.unknown))).size:
             raise RuntimeError(
                 f"position {first + missing[0]} was taken from the prefix cache, but what it ran was never recorded"
             )
@@ -111,7 +111,7 @@ class Records:
         """Stores what ran. Raises RuntimeError if a recorded token ran otherwise, or a position was skipped."""
         recorded = self.recorded(slots, positions)
         differs = (recorded != self.unknown) & (recorded != values)
-        if (wrong := np.flatnonzero(differs.reshape(len(differs), -1).any(1))).size:
+        if (wrong := np.flatnonzero(_anywhere(differs))).size:
             t = wrong[0]
             raise RuntimeError(
                 f"position {positions[t]} ran as {values[t].tolist()}, its record says {recorded[t].tolist()}"
@@ -185,3 +185,8 @@ class CacheRows:
         if missing > 0:
             rest = ((0, 0),) * (self._rows.ndim - 1)
             self._rows = np.pad(self._rows, ((0, missing), *rest), constant_values=self._unknown)
+
+
+def _anywhere(flags: np.ndarray) -> np.ndarray:
+    """[tokens] whether any of a token's flags [tokens, ...] is set."""
+    return flags.any(axis=tuple(range(1, flags.ndim)))

@@ -6,6 +6,7 @@ mechanism in the child; the checks in `test_depth.py` must notice each of them.
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import random
@@ -42,6 +43,7 @@ class Row:
     logprobs: tuple[float, ...]
     scores: tuple[float, ...]
     loops: tuple[int, ...]
+    """The trace's values: loops of each input token, or another model's bytes, row by row."""
     temperature: float
     seed: int
     execution: str
@@ -135,11 +137,17 @@ def main(arguments: Sequence[str]) -> None:
     mutation, work = pickle.loads(order.read_bytes())
     try:
         if mutation:
-            MUTATIONS[mutation]()
+            _mutate(mutation)
         outcome: Any = _run(*work)
     except Exception as error:
         outcome = f"{type(error).__name__}: {error}"
     answer.write_bytes(pickle.dumps(outcome))
+
+
+def _mutate(name: str) -> None:
+    """Applies a mutation of this file, or one named module:function."""
+    module, _, function = name.partition(":")
+    (getattr(importlib.import_module(module), function) if function else MUTATIONS[name])()
 
 
 def _run(model: Path, engine: str, policies: tuple[str, ...], repeat: bool, dtype: str) -> dict[str, Outcome]:

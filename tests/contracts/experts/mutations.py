@@ -1,0 +1,75 @@
+"""What is changed in an engine process: routers that choose by chance, and mechanisms taken away.
+
+Routers that choose by chance, never the same twice, are the hard case: a recomputed token, a cached prefix or a scored
+sequence can agree with the record only by following it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def coin() -> None:
+    """Every router takes random experts where it may choose, with the probabilities that the live scores give them."""
+    from adapters.vllm_engine.experts import ExpertRouting
+
+    force = ExpertRouting._force
+
+    def forced(self: Any, router: Any, layer: int) -> None:
+        choose = router._compute_routing
+
+        def compute_routing(hidden_states: Any, router_logits: Any, indices_type: Any, **options: Any) -> Any:
+            weights, experts = choose(hidden_states, router_logits, indices_type, **options)
+            scores = router_logits.softmax(-1, dtype=torch.float32)
+            picks = torch.rand_like(scores).topk(experts.shape[1]).indices
+            return scores.gather(1, picks).to(weights.dtype), picks.to(experts.dtype)
+
+        router._compute_routing = compute_routing
+        force(self, router, layer)
+
+    ExpertRouting._force = forced  # type: ignore[method-assign]
+
+
+def coin_without_replay() -> None:
+    """Recomputed and scored tokens choose anew."""
+    from adapters.vllm_engine.experts import ExpertRouting
+    from adapters.vllm_engine.records import Records
+
+    coin()
+    ExpertRouting.begin = lambda self, step, unknown: None  # type: ignore[method-assign]
+    record = Records.record
+
+    def fresh_only(self: Any, slots: Any, positions: Any, values: Any) -> None:
+        fresh = positions >= self.known[slots]
+        record(self, slots[fresh], positions[fresh], values[fresh])
+
+    Records.record = fresh_only  # type: ignore[method-assign]
+
+
+def coin_with_rows_of_other_slots() -> None:
+    """A cached prefix gets the rows of slots beside its own."""
+    from adapters.vllm_engine.records import CacheRows
+
+    coin()
+    read = CacheRows.read
+    CacheRows.read = lambda self, slots: read(self, np.roll(slots, 1))  # type: ignore[method-assign]
+
+
+def coin_without_cache_rows() -> None:
+    """Nobody writes down what cached tokens ran."""
+    from adapters.vllm_engine.records import CacheRows
+
+    coin()
+    CacheRows.write = lambda self, slots, values: None  # type: ignore[method-assign]
+
+
+def coin_with_layers_exchanged() -> None:
+    """The captured experts of the layers change places."""
+    from adapters.vllm_engine.experts import ExpertRouting
+
+    coin()
+    end = ExpertRouting.end
+    ExpertRouting.end = lambda self, n: end(self, n)[:, ::-1].copy()  # type: ignore[method-assign]
