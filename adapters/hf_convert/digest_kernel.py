@@ -15,7 +15,7 @@ _SHIFT = np.uint64(32)
 
 
 @numba.njit(nogil=True, cache=True)
-def sum_of_mixed(bits, first, row_step, golden, multiplier):  # type: ignore[no-untyped-def]
+def sum_of_mixed(bits, first, row_step, golden, multiplier):
     """Sum of mix(bits[r, c] + first + r * row_step + c * golden) mod 2**64; all of first .. multiplier are uint64.
 
     Args:

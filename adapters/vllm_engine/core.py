@@ -187,7 +187,7 @@ class Core:
         if not ended:
             return []
         (records, *_) = self.rpc("tether_take", [r.internal_id for r, _ in ended])
-        results = []
+        results: list[GenerationResult | ScoreResult] = []
         for (running, reason), record in zip(ended, records, strict=True):
             del self._running[running.request.request_id]
             if isinstance(running.request, ScoreRequest):

@@ -27,14 +27,18 @@ Fingerprint = dict[str, tuple[int, bool]]
 """Per physical tensor: this worker's digest of its part, and whether the part is only one of several."""
 
 
+Source = Callable[[], Iterable[tuple[str, torch.Tensor]]]
+"""Gives every tensor of a version again."""
+
+
 class LiveWeights:
     """The weights of one worker."""
 
     def __init__(self, *, runner: Any, vllm_config: Any) -> None:
         self._runner, self._vllm_config = runner, vllm_config
         self._staged: dict[str, torch.Tensor] = {}
-        self._previous: Callable[[], Iterable[tuple[str, torch.Tensor]]] = self._from_directory
-        self._current = self._previous
+        self._previous: Source = self._from_directory
+        self._current: Source = self._from_directory
         self._version: Version | None = None
         self._half_loaded = False
 

@@ -37,8 +37,8 @@ from .conftest import make_requests, next_version, run, settings_for
 
 NAMES = ("A", "B", "C")
 POOL = 8
-LONG = 60
-"""Tokens of a request; most tests of a sequence take a few, a long one can be met in flight."""
+LONG = 24
+"""Tokens of a request that can be met in flight."""
 
 choices = st.lists(st.integers(0, POOL - 1), min_size=1, max_size=4, unique=True)
 names = st.sampled_from(NAMES)
@@ -128,7 +128,7 @@ class Sequences(RuleBasedStateMachine):
         self.stand.counts["publications refused"] += 1
 
     @precondition(lambda self: not getattr(self, "killed", False))  # at most one: a restart takes seconds
-    @rule(chosen=choices, chance=st.integers(0, 3))
+    @rule(chosen=choices, chance=st.integers(0, 7))
     def kill(self, chosen: list[int], chance: int) -> None:
         if chance:
             return

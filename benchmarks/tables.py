@@ -1,0 +1,116 @@
+"""Writes the tables of documents from the JSONs of measurements, between the markers that name them.
+
+    python -m benchmarks.tables [--check]
+
+A document holds `<!-- table NAME -->` ... `<!-- end -->`; what stands between is replaced. With --check nothing is
+written, and the exit code is 1 if a table is not what its JSON says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import RESULTS
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = ("docs/publication.md",)
+Record = dict[str, Any]
+
+
+def fault_matrix(record: Record) -> str:
+    """One row a step, one column a fault: how the call ended, and what was served afterwards (one worker / two)."""
+    cells = record["results"]["cells"]
+    steps, faults = (list(dict.fromkeys(cell[key] for cell in cells)) for key in ("step", "fault"))
+    rows = [[step, *(_ways(cells, step, fault) for fault in faults)] for step in steps]
+    summary = f"{record['results']['passed']} of {len(cells)} cells passed"
+    return "\n".join([_markdown(["step", *faults], rows), "", f"{summary}; {_source(record)}."])
+
+
+def _ways(cells: list[Record], step: str, fault: str) -> str:
+    found = [cell for cell in cells if (cell["step"], cell["fault"]) == (step, fault)]
+    return " / ".join(dict.fromkeys(_way(cell) for cell in found)) or ""
+
+
+def _way(cell: Record) -> str:
+    if not cell["ok"]:
+        return "**failed**"
+    error = {"PublicationRefused": "refused", "PublicationFailed": "failed", "EngineBlocked": "blocked"}
+    how = error.get(cell["error"], cell["error"].removeprefix("Engine").lower())
+    return f"{how}{', restart' if cell['restarted'] else ''}: {cell['serves']}"
+
+
+def publication(record: Record) -> str:
+    """Phases of a publication beside the copy of the same bytes."""
+    results = record["results"]
+    rows = [
+        [name, f"{times['median']:.2f}", f"{times['min']:.2f}", f"{times['max']:.2f}"]
+        for name, times in results["seconds"].items()
+    ]
+    ratio = results["ratio_to_copy"]["median"]
+    size = f"{results['num_parameters'] / 1e6:.0f} million parameters, {results['num_bytes'] / 1e6:.0f} MB"
+    table = _markdown(["phase", "median s", "min", "max"], rows)
+    return f"{table}\n\n{size}; publication takes {ratio:.0f} times the copy; {_source(record)}."
+
+
+def sequences(record: Record) -> str:
+    rows = [[name, str(count)] for name, count in record["results"].items()]
+    return f"{_markdown(['what', 'count'], rows)}\n\n{_source(record)}."
+
+
+TABLES: dict[str, Callable[[Record], str]] = {
+    "fault_matrix_cpu": fault_matrix,
+    "publication_cpu": publication,
+    "sequences_cpu": sequences,
+}
+
+
+def render(text: str) -> str:
+    """The document with every table whose JSON exists made anew.
+
+    Raises:
+        ValueError: a marker names no table.
+    """
+
+    def table(match: re.Match[str]) -> str:
+        name = match[1]
+        if name not in TABLES:
+            raise ValueError(f"got a marker for table {name!r}, expected one of {sorted(TABLES)}")
+        path = RESULTS / f"{name}.json"
+        body = TABLES[name](json.loads(path.read_text())) if path.exists() else "Not measured yet."
+        return f"<!-- table {name} -->\n{body}\n<!-- end -->"
+
+    return re.sub(r"<!-- table (\w+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
+
+
+def _markdown(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _source(record: Record) -> str:
+    return f"`{record['command']}` at {record['commit'][:12]}, {record['date'][:10]}, {record['device']}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a document is out of date")
+    check, stale = parser.parse_args(argv).check, []
+    for document in DOCUMENTS:
+        path = ROOT / document
+        text = path.read_text()
+        if (made := render(text)) != text:
+            stale.append(document)
+            if not check:
+                path.write_text(made)
+    print(f"{'out of date' if check else 'written'}: {stale or 'nothing'}")
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
