@@ -35,11 +35,12 @@ class Heart:
     def progress(self) -> None:
         """Something was finished: a call, a step, a tensor."""
         self._progress += 1
-        _PROGRESS.pack_into(self._page, _BEAT.size, self._progress)
+        self._page[_BEAT.size :] = _PROGRESS.pack(self._progress)
 
     def _run(self) -> None:
         while True:
-            _BEAT.pack_into(self._page, 0, time.monotonic())
+            # In one copy: pack_into clears the bytes first, and a reader in between would see a beat at time 0.
+            self._page[: _BEAT.size] = _BEAT.pack(time.monotonic())
             time.sleep(BEAT_SECONDS)
 
 
@@ -48,7 +49,7 @@ class Pulse:
 
     def __init__(self, path: Path) -> None:
         self._page = _map(path, create=True)
-        _BEAT.pack_into(self._page, 0, time.monotonic())
+        self._page[: _BEAT.size] = _BEAT.pack(time.monotonic())
 
     @property
     def seconds_since_beat(self) -> float:
