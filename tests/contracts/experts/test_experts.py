@@ -115,7 +115,9 @@ CATCH = {
 }
 
 
-@pytest.mark.parametrize("mutation", CATCH)
+@pytest.mark.parametrize(
+    "mutation", [pytest.param(name, marks=() if CATCH[name] == "plain" else pytest.mark.slow) for name in CATCH]
+)
 def test_mutations_are_caught(tiny_olmoe: Path, oracle: Any, mutation: str) -> None:
     """Each mechanism, taken away, is noticed by the checks above, or stops the engine."""
     outcome = rollouts(
@@ -162,6 +164,7 @@ def test_trainer_equals_engine(tiny_olmoe: Path, plain: Outcome, by_chance: Outc
     assert max(live) > 100 * BOUND, "replay would prove nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("megatron")
 def test_trainer_and_engine_in_bf16(tiny_olmoe: Path) -> None:
     """bf16: within DESIGN's yardstick, max <= 3x and mean <= 2x of the trainer's own bf16 error on these sequences."""
