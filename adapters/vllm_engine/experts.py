@@ -37,6 +37,11 @@ class ExpertRouting:
         self._forced: tuple[torch.Tensor, torch.Tensor] | None = None
         for module in model.modules():
             if isinstance(module, MoERunner):
+                if module._quant_method.is_monolithic:
+                    raise RuntimeError(
+                        f"{module.layer_name}: its kernel routes inside, where recorded experts cannot be replayed; "
+                        "choose another MoE backend of vLLM"
+                    )
                 self._force(module.router, module.layer_id)
 
     def begin(self, step: Step, unknown: int) -> None:
