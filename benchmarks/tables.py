@@ -24,7 +24,7 @@ Record = dict[str, Any]
 
 
 def fault_matrix(record: Record) -> str:
-    """One row a step, one column a fault: how the call ended, and what was served afterwards (one worker / two)."""
+    """One row a step, one column a fault: how the call ended, and what served. Engines that differ share a cell."""
     cells = record["results"]["cells"]
     steps, faults = (list(dict.fromkeys(cell[key] for cell in cells)) for key in ("step", "fault"))
     rows = [[step, *(_ways(cells, step, fault) for fault in faults)] for step in steps]

@@ -12,6 +12,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from adapters.contract import EngineError
+
 T = TypeVar("T")
 
 
@@ -25,7 +27,7 @@ def from_rank_zero(work: Callable[[], T]) -> T:
 
     Raises:
         Exception: on rank 0, whatever `work` raised.
-        RuntimeError: on the others, with the text of rank 0's error.
+        RuntimeError: on the others, with the text of rank 0's error; an EngineError if rank 0's is one.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return work()
@@ -33,9 +35,9 @@ def from_rank_zero(work: Callable[[], T]) -> T:
         return _run_and_tell(work)
     box: list = [None]
     dist.broadcast_object_list(box, src=0)
-    result, problem = box[0]
+    result, problem, is_engines = box[0]
     if problem is not None:
-        raise RuntimeError(f"rank 0 failed: {problem}")
+        raise (EngineError if is_engines else RuntimeError)(f"rank 0 failed: {problem}")
     return result
 
 
@@ -43,7 +45,8 @@ def _run_and_tell(work: Callable[[], T]) -> T:
     try:
         result = work()
     except BaseException as error:
-        dist.broadcast_object_list([(None, f"{type(error).__name__}: {error}")], src=0)
+        is_engines = isinstance(error, EngineError)
+        dist.broadcast_object_list([(None, f"{type(error).__name__}: {error}", is_engines)], src=0)
         raise
-    dist.broadcast_object_list([(result, None)], src=0)
+    dist.broadcast_object_list([(result, None, False)], src=0)
     return result

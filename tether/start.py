@@ -15,6 +15,7 @@ from tether.memory import cache_bytes, estimate
 from tether.prepare import Job
 from tether.progress import last_lines
 from tether.ranks import from_rank_zero, rank
+from tether.recovery import MAX_RESTARTS
 from tether.settings import settings_table
 
 if TYPE_CHECKING:
@@ -114,7 +115,8 @@ def trainer(job: Job) -> Iterator[Trainer]:
             tensor_parallel=s.tensor_parallel,
             expert_parallel=s.expert_parallel,
             seed=derive_seed(s.seed, "trainer") % 2**32,
-            deadline_seconds=2 * s.deadline_seconds,  # rank 0's own deadline must end first, so that its error arrives
+            # rank 0's own deadlines must end first, so that its error arrives
+            deadline_seconds=(MAX_RESTARTS + 2) * s.deadline_seconds,
         )
     )
     try:

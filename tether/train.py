@@ -18,13 +18,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from adapters.contract import derive_seed
+from adapters.contract import EngineError, derive_seed
 from tether import checkpoint, evaluate, rollout, start
 from tether.data import PromptOrder
 from tether.diagnose import unreplayed_difference
 from tether.prepare import Job, prepare
 from tether.progress import Progress, closing_lines, say
 from tether.ranks import from_rank_zero, rank
+from tether.recovery import with_restarts
 from tether.settings import parse
 
 if TYPE_CHECKING:
@@ -91,7 +92,11 @@ def train(job: Job) -> None:
             checkpoint.save(job, trainer, state)
         with Progress(total=job.arguments.updates, done=state.update) as progress:
             while run.state.update < job.arguments.updates:
-                progress.show(one_update(run))
+                try:
+                    progress.show(one_update(run))
+                except EngineError:
+                    save_before_stopping(run)
+                    raise
         from_rank_zero(lambda: start.export(job))
     say(closing_lines(job.arguments))
 
@@ -110,10 +115,15 @@ def one_update(run: Run) -> dict[str, Any]:
         clock.lap("diagnose_seconds")
     metrics |= run.trainer.train(samples)
     clock.lap("train_seconds")
-    run.state = replace(run.state, update=update, position=run.state.position + job.settings.prompts_per_update)
+    run.state = replace(
+        run.state,
+        update=update,
+        position=run.state.position + job.settings.prompts_per_update,
+        metrics={**metrics, **clock.seconds},
+    )
     publish(run)
     clock.lap("publish_seconds")
-    metrics |= from_rank_zero(lambda: evaluate.held_out(run.engine, job, update))
+    metrics |= from_rank_zero(lambda: held_out(run, update))
     clock.lap("evaluate_seconds")
     run.state = replace(run.state, metrics={**metrics, **clock.seconds, "save_seconds": None})
     if update % job.settings.save_every == 0 or update == job.arguments.updates:
@@ -131,7 +141,10 @@ def generate(run: Run, update: int) -> tuple[list[TrainSample], dict[str, Any]]:
     job, state = run.job, run.state
     assert run.engine is not None
     records = [job.records[i] for i in run.order.take(state.position, job.settings.prompts_per_update)]
-    samples = rollout.collect(run.engine, job, update=update, version=state.version, records=records)
+    engine = run.engine
+    samples = with_restarts(
+        engine, lambda: rollout.collect(engine, job, update=update, version=state.version, records=records)
+    )
     rewards = rollout.rewards(job, samples)
     advantages = group_advantages(rewards, [sample.group for sample in samples])
     if job.settings.keep_rollouts:
@@ -139,20 +152,34 @@ def generate(run: Run, update: int) -> tuple[list[TrainSample], dict[str, Any]]:
     return rollout.train_samples(samples, advantages), rollout.metrics(job, update, samples, rewards)
 
 
+def held_out(run: Run, update: int) -> dict[str, Any]:
+    """Figures on prompts that are not trained on, when this update is one to evaluate after. Rank 0 only."""
+    engine = run.engine
+    assert engine is not None
+    return with_restarts(engine, lambda: evaluate.held_out(engine, run.job, update))
+
+
 def publish(run: Run) -> None:
     """Makes the engine serve the trainer's weights, as this update's version. All ranks gather them together."""
     tensors = run.trainer.physical_tensors()
 
     def to_engine() -> None:
-        assert run.engine is not None
+        engine = run.engine
+        assert engine is not None
         try:
-            run.engine.publish(run.state.version, tensors)
+            with_restarts(engine, lambda: engine.publish(run.state.version, tensors), again=engine.republish)
         finally:
             exhaust(tensors)
 
     if rank() != 0:
         exhaust(tensors)
     from_rank_zero(to_engine)
+
+
+def save_before_stopping(run: Run) -> None:
+    """The engine cannot be kept alive: what was trained since the last checkpoint is saved. All ranks together."""
+    if from_rank_zero(run.job.directory.newest_checkpoint) != run.state.update:
+        checkpoint.save(run.job, run.trainer, run.state)
 
 
 def exhaust(tensors: Any) -> None:

@@ -14,6 +14,8 @@ import msgspec
 import torch
 
 from adapters.contract import (
+    EngineDead,
+    EngineTimeout,
     GenerationRequest,
     GenerationResult,
     Health,
@@ -35,11 +37,11 @@ InFlight = Literal["drain", "abort"]
 logger = logging.getLogger(__name__)
 
 
-class Committed(msgspec.Struct, frozen=True, kw_only=True):
-    """The version that the engine serves, whole, in the buckets that it was published with.
+class Offer(msgspec.Struct, frozen=True, kw_only=True):
+    """A version, whole, in the buckets that it is published with.
 
-    They cost nothing while the engine runs: its workers hold the same pages to roll back to. They are what a restarted
-    engine is given.
+    Those of the version that is served are kept: they are what a restarted engine is given. They cost nothing while the
+    engine runs, because its workers hold the same pages to roll back to.
     """
 
     version: Version
@@ -61,7 +63,8 @@ class LocalEngine:
             EngineTimeout: it did not come up within `settings.start_seconds`.
         """
         self.settings, self._module = settings, module
-        self._committed: Committed | None = None
+        self._committed: Offer | None = None
+        self._interrupted: Offer | None = None
         self._unread: set[str] = set()
         if removed := leftovers.remove_abandoned():
             logger.info("removed what killed processes left behind: %s", sorted(str(path) for path in removed))
@@ -125,8 +128,8 @@ class LocalEngine:
     ) -> PublishReport:
         """See `contract.Engine.publish`. Tensors are copied once, into shared memory that the workers map.
 
-        After EngineDead or EngineTimeout, call `restart` and publish again: if the commit had reached the engine, the
-        same version with the same content is accepted as done.
+        After EngineDead or EngineTimeout the tensors are kept in shared memory: `restart` and `republish` go on with
+        them. Publishing again is right as well: if the commit had reached the engine, it is accepted as done.
 
         Args:
             in_flight: what happens to running requests before commit: they finish, or end with what they have.
@@ -134,25 +137,29 @@ class LocalEngine:
         clock = Clock()
         buckets: list[shared_memory.Bucket] = []
         pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+        self._drop_interrupted()
         try:
             specs: list[TensorSpec] = []
             for bucket, described in shared_memory.write_buckets(pairs):
                 buckets.append(bucket)
                 specs += described
-            clock.lap("write")
-            manifest = Manifest(tensors=tuple(specs))
-            offered = Committed(version=version, manifest=manifest, buckets=tuple(buckets))
-            self._transact(offered, in_flight, clock)
         except BaseException:
             shared_memory.remove_buckets(buckets)
             raise
-        self._keep(offered)
-        return PublishReport(
-            version=version,
-            manifest_digest=manifest.digest,
-            num_bytes=sum(bucket.num_bytes for bucket in buckets),
-            seconds=clock.seconds,
-        )
+        clock.lap("write")
+        offered = Offer(version=version, manifest=Manifest(tensors=tuple(specs)), buckets=tuple(buckets))
+        return self._offer(offered, in_flight, clock)
+
+    def republish(self) -> PublishReport:
+        """Offers again what EngineDead or EngineTimeout interrupted, from shared memory.
+
+        Raises:
+            ValueError: no publication was interrupted.
+        """
+        if self._interrupted is None:
+            raise ValueError("republish: no publication was interrupted")
+        offered, self._interrupted = self._interrupted, None
+        return self._offer(offered, "drain", Clock())
 
     def restart(self) -> None:
         """Ends the process, in whatever state it is, and starts another that serves the version committed last.
@@ -179,9 +186,27 @@ class LocalEngine:
     def close(self) -> None:
         """Ends the process and its workers; removes every file of theirs. Idempotent."""
         self._connection.close()
+        self._drop_interrupted()
         self._keep(None)
 
-    def _transact(self, offered: Committed, in_flight: InFlight, clock: Clock) -> None:
+    def _offer(self, offered: Offer, in_flight: InFlight, clock: Clock) -> PublishReport:
+        try:
+            self._transact(offered, in_flight, clock)
+        except (EngineDead, EngineTimeout):
+            self._interrupted = offered
+            raise
+        except BaseException:
+            shared_memory.remove_buckets(offered.buckets)
+            raise
+        self._keep(offered)
+        return PublishReport(
+            version=offered.version,
+            manifest_digest=offered.manifest.digest,
+            num_bytes=sum(bucket.num_bytes for bucket in offered.buckets),
+            seconds=clock.seconds,
+        )
+
+    def _transact(self, offered: Offer, in_flight: InFlight, clock: Clock) -> None:
         call = self._connection.call
         if call(messages.Begin, bool, version=offered.version, manifest=offered.manifest):
             return
@@ -193,10 +218,15 @@ class LocalEngine:
         call(messages.Commit, in_flight=in_flight)
         clock.lap("commit")
 
-    def _keep(self, committed: Committed | None) -> None:
+    def _keep(self, committed: Offer | None) -> None:
         if self._committed is not None:
             shared_memory.remove_buckets(self._committed.buckets)
         self._committed = committed
+
+    def _drop_interrupted(self) -> None:
+        if self._interrupted is not None:
+            shared_memory.remove_buckets(self._interrupted.buckets)
+        self._interrupted = None
 
 
 class Clock:

@@ -28,13 +28,16 @@ from .conftest import drawn, make_requests, next_version, run, settings_for
 
 Pairs = list[tuple[str, torch.Tensor]]
 
+BUCKET_BYTES = 400_000
+"""So small that the tiny models fill several."""
+
 STEPS = ("begin", "stage first", "stage last", "prepare", "commit", "read back", "verify", "cache reset", "settle")
 """The engine's steps. On two workers, stage, prepare, commit, settle and rollback break on the second."""
 ROLLBACK = "rollback"
 PROCESS_FAULTS = ("exception", "kill", "stall", "stop")
 """Raise; kill -9; exceed the deadline, then go on; SIGSTOP, which only a restart ends."""
 CORRUPT = ("stage first", "stage last", "prepare", "commit", "read back")
-LOST = ("begin", "stage", "prepare", "commit")
+LOST = ("begin", "stage first", "prepare", "commit")
 TENSOR_FAULTS: dict[str, Callable[[Pairs, int], Pairs]] = {
     "missing": lambda pairs, i: pairs[:i] + pairs[i + 1 :],
     "extra": lambda pairs, i: [*pairs, ("model.layers.9.mlp.up_proj.weight", torch.ones(1))],
@@ -48,14 +51,15 @@ TENSOR_STEPS = ("begin", "stage first", "stage last", "commit")
 
 
 def all_cells() -> list[tuple[str, str]]:
-    """(step, fault) of the whole matrix; a step that does nothing a fault could meet is left out."""
+    """(step, fault) of the whole matrix, step by step; what a fault cannot meet is left out."""
     process = [(s, f) for s in (*STEPS, ROLLBACK) for f in PROCESS_FAULTS if s != "read back"]
-    return [
+    cells = [
         *process,
         *((step, "corrupt byte") for step in CORRUPT),
         *((step, "lost reply") for step in LOST),
         *((step, fault) for step in TENSOR_STEPS for fault in TENSOR_FAULTS),
     ]
+    return sorted(cells, key=lambda cell: (*STEPS, ROLLBACK).index(cell[0]))
 
 
 def _replace(pairs: Pairs, i: int, tensor: torch.Tensor) -> Pairs:
@@ -94,7 +98,7 @@ def bench(models: dict[str, Path], folder: Path, *, tensor_parallel: int = 1) ->
     """An engine serving models["A"], with deadlines of seconds and buckets small enough that there are several."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(faults.VARIABLE, str(folder / "fault"))
-        patch.setattr(shared_memory, "BUCKET_BYTES", 400_000)
+        patch.setattr(shared_memory, "BUCKET_BYTES", BUCKET_BYTES)
         expected = {}
 
         def start(name: str) -> LocalEngine:

@@ -1,4 +1,4 @@
-"""The whole fault matrix on real vLLM, with one worker and with two. Part of make test-all.
+"""The whole fault matrix on real vLLM, for both models, with one worker and with two. Part of make test-all.
 
     python -m tests.contracts.engine.fault_matrix
 
@@ -14,25 +14,28 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import record
-from tests.tiny import write_ouro
 
-from .cells import all_cells, bench, check, environment_is_clean
+from .cells import BUCKET_BYTES, all_cells, bench, check, environment_is_clean
+from .conftest import MODELS
+
+ENGINES = (("ouro", 1), ("ouro", 2), ("olmoe", 1))
+"""Model and number of tensor-parallel workers."""
 
 
 def main() -> int:
     record.commit()
     cells: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        models = {"A": write_ouro(folder / "a"), "B": write_ouro(folder / "b", seed=1)}
-        for workers in (1, 2):
-            cells += run_all(models, folder, workers)
+        for model, workers in ENGINES:
+            folder = Path(name) / f"{model}-{workers}"
+            models = {key: MODELS[model](folder / key, seed=seed) for seed, key in enumerate("AB")}
+            cells += [{"model": model, **cell} for cell in run_all(models, folder, workers)]
     environment_is_clean()
     failed = [cell for cell in cells if not cell["ok"]]
     path = record.write(
         "fault_matrix_cpu",
         command="python -m tests.contracts.engine.fault_matrix",
-        settings={"model": "tiny Ouro, fp32", "workers": [1, 2], "buckets": "400 kB, 5 in all"},
+        settings={"models": "tiny, fp32", "engines": ENGINES, "bucket_bytes": BUCKET_BYTES},
         results={"cells": cells, "passed": len(cells) - len(failed), "failed": len(failed)},
     )
     print(f"{len(cells) - len(failed)} passed, {len(failed)} failed: {path}")

@@ -128,7 +128,7 @@ def wrap_engine() -> None:
 
     calls = {
         messages.Begin: "begin",
-        messages.Stage: "stage",
+        messages.Stage: "stage first",
         messages.Prepare: "prepare",
         messages.Commit: "commit",
     }

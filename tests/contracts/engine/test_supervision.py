@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from safetensors.torch import load_file
 
 from adapters.contract import (
     EngineDead,
@@ -23,6 +23,8 @@ from adapters.contract import (
 from adapters.vllm_engine import forkserver, leftovers
 from adapters.vllm_engine.local import LocalEngine
 from adapters.vllm_engine.process import environment
+from tests.tiny import write_ouro
+from tether.recovery import MAX_RESTARTS, with_restarts
 
 from . import faults
 from .conftest import drawn, make_requests, next_version, run, settings_for
@@ -123,12 +125,10 @@ def test_a_process_that_waits_for_ever_is_told_from_one_that_works(alive: Any) -
     assert len(run(alive, [*long, *make_requests("more", 8)])) == 16
 
 
-def test_a_killed_process_is_dead_and_comes_back_at_the_committed_version(
-    alive: Any, other_weights: dict[str, torch.Tensor]
-) -> None:
+def test_a_killed_process_is_dead_and_comes_back_at_the_committed_version(alive: Any, tmp_path: Path) -> None:
     """kill -9 while generating: EngineDead with the log's end. `restart` serves the version that was published last."""
     version = next_version(alive)
-    alive.publish(version, other_weights)
+    alive.publish(version, load_file(write_ouro(tmp_path, seed=1) / "model.safetensors"))
     expected = drawn(run(alive, make_requests("a", 2)))
     long = make_requests("z", 4, sampling=SamplingParams(max_tokens=150, ignore_eos=True))
     stream = alive.generate([*long, *make_requests("short", 1)])
@@ -139,6 +139,26 @@ def test_a_killed_process_is_dead_and_comes_back_at_the_committed_version(
     alive.restart()
     assert alive.weight_version() == version
     assert drawn(run(alive, make_requests("b", 2))) == expected
+
+
+def test_the_driver_goes_on_a_bounded_number_of_times(alive: Any, tiny_ouro: Path) -> None:
+    """A rollout and a publication that kill the engine once are repeated exactly; one that always does is an error."""
+    expected = drawn(run(alive, make_requests("undisturbed", 2)))
+    faults.order(("generate", "kill"))
+    assert with_restarts(alive, lambda: drawn(run(alive, make_requests("again", 2)))) == expected
+
+    version, tensors = next_version(alive), iter(load_file(tiny_ouro / "model.safetensors").items())
+    faults.order(("commit", "kill"))
+    with_restarts(alive, lambda: alive.publish(version, tensors), again=alive.republish)
+    assert alive.weight_version() == version and list(tensors) == []
+    published = drawn(run(alive, make_requests("published", 2)))
+
+    faults.order(*[("generate", "kill")] * (MAX_RESTARTS + 1))
+    with pytest.raises(EngineDead):
+        with_restarts(alive, lambda: run(alive, make_requests("hopeless", 1)))
+    assert faults.withdraw() == []
+    alive.restart()
+    assert drawn(run(alive, make_requests("after", 2))) == published
 
 
 def test_out_of_memory_is_said(alive: Any, tiny_ouro: Path, tmp_path: Path) -> None:
