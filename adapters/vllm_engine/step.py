@@ -45,9 +45,7 @@ class Step:
         self.position = np.arange(self.size) - bounds[self.request] + first[self.request]
         self.bounds, self.request_slots = bounds, records.slots(batch.req_ids[:count])
         self.slots = self.request_slots[self.request]
-        self._cache_rows, self._table = cache_rows, batch.block_table[0]
-        if cache_rows is not None:
-            self._adopt_prefixes(records, cache_rows, first)
+        self._first, self._cache_rows, self._table = first, cache_rows, batch.block_table[0]
         self.recorded = records.recorded(self.slots, self.position)
         self.policies, self.reach = records.policies[self.slots], records.reach[self.slots]
         self._records, self._device = records, runner.device
@@ -57,16 +55,20 @@ class Step:
 
     def finish(self, values: np.ndarray) -> None:
         """Records the trace value of every token of the step: [n, ...] integers that fit a byte."""
-        self._records.record(self.slots, self.position, values)
         if self._cache_rows is not None:
             self._cache_rows.write(self._host_cache_slots(self.request, self.position), values)
+            self._adopt_prefixes(self._cache_rows)
+        self._records.record(self.slots, self.position, values)
 
-    def _adopt_prefixes(self, records: Records, cache_rows: CacheRows, first: np.ndarray) -> None:
-        """Gives requests that begin behind a cached prefix the rows of its tokens."""
-        known = records.known[self.request_slots]
-        for i in np.flatnonzero(first > known):
-            positions = np.arange(known[i], first[i])
-            records.adopt(self.request_slots[i], cache_rows.read(self._host_cache_slots(i, positions)))
+    def _adopt_prefixes(self, cache_rows: CacheRows) -> None:
+        """Gives requests that begin behind a cached prefix the rows of its tokens.
+
+        After this step's rows were written: vLLM lets a request find blocks that another one fills in the same step.
+        """
+        known = self._records.known[self.request_slots]
+        for i in np.flatnonzero(self._first > known):
+            positions = np.arange(known[i], self._first[i])
+            self._records.adopt(self.request_slots[i], cache_rows.read(self._host_cache_slots(i, positions)))
 
     def _host_cache_slots(self, request: Any, position: np.ndarray) -> np.ndarray:
         """Where tokens lie in the KV cache, computed on the host."""

@@ -28,6 +28,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "plain": {},
     "chunked": {"max_num_batched_tokens": 32},
     "cache": {"enable_prefix_caching": True},
+    "wide": {"enable_prefix_caching": True, "max_num_seqs": 32},  # requests find blocks that fill in the same step
     "tiny": {"num_kv_blocks": 10, "max_num_seqs": 8},
     "all": {"max_num_batched_tokens": 32, "enable_prefix_caching": True, "num_kv_blocks": 10, "max_num_seqs": 8},
 }

@@ -89,10 +89,11 @@ def test_captured_experts_are_those_of_the_model(plain: Outcome, oracle: Any) ->
     print(f"{rows} rows")
 
 
-def test_engines_agree(plain: Outcome, tiny_olmoe: Path, oracle: Any) -> None:
-    """Chunked prefill, prefix cache and preemption together change no token and no row."""
-    outcome = made(rollouts(tiny_olmoe, "all", (FULL,), repeat=True))
-    assert outcome.preempted > 0 and outcome.cached_tokens > 0
+@pytest.mark.parametrize("engine", ["all", "wide"])
+def test_engines_agree(plain: Outcome, tiny_olmoe: Path, oracle: Any, engine: str) -> None:
+    """Chunked prefill, prefix cache and preemption, and prefixes shared within a step, change no token and no row."""
+    outcome = made(rollouts(tiny_olmoe, engine, (FULL,), repeat=engine == "all"))
+    assert outcome.cached_tokens > 0 and (outcome.preempted > 0 or engine != "all")
     by_key = {row.key: row for row in plain.rows}
     for row in outcome.rows:
         same = by_key[row.key]
