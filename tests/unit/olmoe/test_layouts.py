@@ -16,6 +16,8 @@ from tests.unit.olmoe.ranks import LENGTHS, launch, sequences
 TWO = ("data", "experts_alltoall", "experts_allgather", "tensor", "tensor_experts")
 ONE = ("alone", "alone_recompute")
 LAYOUTS = (*ONE, *TWO)
+FOUR = ("experts_data", "tensor_experts_data")
+"""EP 2 and TP 2 x EP 2, each on twice as many ranks as that takes: experts have data-parallel copies."""
 BETA1 = 0.9
 
 
@@ -84,9 +86,38 @@ def moments(case: dict[str, Any], name: str, kind: str = "exp_avg") -> dict[str,
     return {keys[key]: value for key, value in reader.read(keys)}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", FOUR)
+def test_four_ranks(case: dict[str, Any], layout: str) -> None:
+    """All of the checks below where experts are divided and copied: four processes."""
+    launch([layout], folder=case["folder"], world=4)
+    check_logits_and_scores(case, layout)
+    check_router_losses(case, layout)
+    check_gradients(case, layout)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_logits_and_scores(case: dict[str, Any], layout: str) -> None:
     """fp32 logits of four packed sequences at most 2e-6 from transformers in fp64; scores replay the trace."""
+    check_logits_and_scores(case, layout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_router_losses_do_not_depend_on_the_layout(case: dict[str, Any], layout: str) -> None:
+    """Load balancing and z-loss equal the independent computation, however the tokens are cut."""
+    check_router_losses(case, layout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients(case: dict[str, Any], layout: str) -> None:
+    """Every tensor's gradient of the whole loss, from Adam's first moment: at most 1e-6 off.
+
+    Relative to its largest value: 1e-6, or three times what transformers in fp32 differs from fp64.
+    """
+    check_gradients(case, layout)
+
+
+def check_logits_and_scores(case: dict[str, Any], layout: str) -> None:
     found = findings(case["folder"], layout)
     why = f"fp32 rounding; transformers in fp32 is itself {case['rough_logits']:.1e} off"
     report("logits", found["logits"], case["logits"], bound=2e-6, why=why)
@@ -95,9 +126,7 @@ def test_logits_and_scores(case: dict[str, Any], layout: str) -> None:
     report("scores", got, want, bound=2e-6, why="the same, over a temperature of 0.8 at least")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_router_losses_do_not_depend_on_the_layout(case: dict[str, Any], layout: str) -> None:
-    """Load balancing and z-loss equal the independent computation, however the tokens are cut."""
+def check_router_losses(case: dict[str, Any], layout: str) -> None:
     metrics = findings(case["folder"], layout)["metrics"]
     for ours, theirs in (("load_balance_loss", "balance"), ("router_z_loss", "z")):
         print(f"{ours}: {metrics[ours]!r}, independent {case['losses'][theirs]!r}")
@@ -108,12 +137,7 @@ def test_router_losses_do_not_depend_on_the_layout(case: dict[str, Any], layout:
         assert metrics[name] == pytest.approx(others[name], rel=1e-5, abs=1e-7), name
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients(case: dict[str, Any], layout: str) -> None:
-    """Every tensor's gradient of the whole loss, from Adam's first moment: at most 1e-6 off.
-
-    Relative to its largest value: 1e-6, or three times what transformers in fp32 differs from fp64.
-    """
+def check_gradients(case: dict[str, Any], layout: str) -> None:
     worst: dict[str, float] = {}
     for name, moment in moments(case, layout).items():
         want = case["gradients"][name]
