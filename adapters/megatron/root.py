@@ -60,7 +60,8 @@ class RootModule(MegatronModule):
             RuntimeError: a name or a shape differs; this is a fault of the provider.
         """
         self.physical, self.vocab_size = dict(table), vocab_size
-        self.to(device())
+        if not any(parameter.is_meta for parameter in self.parameters()):  # shapes alone, to look at a model too large
+            self.to(device())
         self._find_stacks()
         size = parallel_state.get_tensor_model_parallel_world_size()
         have = {name: tuple(part.shape) for name, part in self.local_parts()}

@@ -74,6 +74,27 @@ def test_every_parameter_is_loaded(tiny_olmoe: Path) -> None:
     assert {"model.layers.0.mlp.experts.gate_up", "model.layers.0.mlp.experts.down"} <= names
 
 
+def test_the_real_model_has_3219_names() -> None:
+    """OLMoE-1B-7B built without memory: its tensors, and the keys of its checkpoint, are exactly the table's."""
+    from megatron.core.dist_checkpointing.mapping import apply_factories
+
+    from providers.olmoe.config import OlmoeConfig
+    from providers.olmoe.model import build
+    from tests.unit.olmoe.test_config import REAL
+
+    def leaves(tree: Any) -> list[Any]:
+        return [leaf for part in tree.values() for leaf in leaves(part)] if isinstance(tree, dict) else [tree]
+
+    with torch.device("meta"):
+        model = build(OlmoeConfig.from_hf(REAL), dtype=torch.bfloat16)
+    parts = {name: tuple(part.shape) for name, part in model.local_parts()}
+    wanted = {name: tensor.shape for name, tensor in model.physical.items()}
+    assert len(parts) == 3219 and parts == wanted
+    stored = model.sharded_state_dict()
+    apply_factories(stored)
+    assert {each.key: tuple(each.global_shape) for each in leaves(stored)} == wanted
+
+
 @pytest.mark.parametrize("tokens_per_microbatch", [15, 60, 1000])
 def test_router_losses_do_not_depend_on_micro_batches(tiny_olmoe: Path, tokens_per_microbatch: int) -> None:
     """The same metrics and weights however the samples are packed."""
