@@ -50,15 +50,14 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def processes_of(out: Path) -> list[int]:
-    """Pids of the processes whose command line names a run directory."""
+    """Pids of the processes whose command line names a run directory, or that write a file in it (forked engines)."""
     found = []
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+    for entry in Path("/proc").glob("[0-9]*"):
         try:
-            command = entry.read_bytes()
+            if os.fsencode(out) in (entry / "cmdline").read_bytes() or (entry / "fd/1").readlink().is_relative_to(out):
+                found.append(int(entry.name))
         except OSError:
             continue
-        if os.fsencode(out) in command:
-            found.append(int(entry.parent.name))
     return found
 
 
