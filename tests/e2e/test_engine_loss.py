@@ -1,4 +1,4 @@
-"""A run whose engine is killed goes on as if nothing had happened; one whose engine cannot live stops, to be resumed."""
+"""A run whose engine is killed goes on as if nothing had happened; if none can live, it stops with a checkpoint."""
 
 from __future__ import annotations
 
