@@ -114,16 +114,18 @@ def test_publication_with_requests_in_flight(
 
     for mode in ("drain", "abort"):
         old = engine.weight_version()
-        params = SamplingParams(max_tokens=180, ignore_eos=True)  # longer than a publication takes
-        stream = engine.generate(make_requests(mode, 4, sampling=params) + make_requests(f"{mode}-short", 1))
+        params = SamplingParams(max_tokens=60, ignore_eos=True)
+        count = 4 if mode == "drain" else 80  # to abort, more than a publication lets finish
+        stream = engine.generate(make_requests(mode, count, sampling=params) + make_requests(f"{mode}-short", 1))
         results = [next(stream)]
         engine.publish(next_version(engine), other_weights if mode == "drain" else weights, in_flight=mode)
         results += list(stream)
-        assert len(results) == 5 and {r.version for r in results} == {old}
+        assert len(results) == count + 1 and {r.version for r in results} == {old}
         lengths = {
             len(r.token_ids) for r in results if r.request_id.startswith(f"{mode}-") and "short" not in r.request_id
         }
-        assert lengths == {180} if mode == "drain" else max(lengths) < 180
+        assert lengths == {60} if mode == "drain" else min(lengths) < 60
+        assert {"length"} | ({"abort"} if mode == "abort" else set()) == {r.finish_reason for r in results}
 
 
 def test_only_the_served_version_stays_in_shared_memory(engine: Any, weights: Tensors) -> None:
