@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
 
 WEIGHTS, ENGINE = "tether-weights", "tether-engine"
+_NAME = re.compile(rf"({WEIGHTS}|{ENGINE})-(?P<pid>\d+)-(?P<started>\d+)\.(?P<namespace>\d+)-\d+")
 _counter = itertools.count()
 
 
@@ -19,20 +23,24 @@ def memory_directory() -> Path:
 
 
 def owned_name(kind: str) -> str:
-    """A new name that says which process owns it: by pid and start time, because pids come back."""
-    return f"{kind}-{os.getpid()}-{_started(os.getpid())}-{next(_counter)}"
+    """A new name that says which process owns it: by pid, and by start time and namespace, because pids come back."""
+    return f"{kind}-{os.getpid()}-{_started(os.getpid())}.{_namespace()}-{next(_counter)}"
 
 
 def remove_abandoned() -> list[Path]:
-    """Removes the files and folders of processes that no longer run. Returns what was removed."""
+    """Removes the files and folders of processes that no longer run. Returns what was removed.
+
+    Containers may share the folder and not see each other's processes: names of another pid namespace are left alone.
+    """
     removed = []
     for folder in {memory_directory(), Path(tempfile.gettempdir())}:
         for path in folder.glob("tether-*"):
-            kind, _, rest = path.name.removeprefix("tether-").partition("-")
-            pid, started, *_ = (*rest.split("-"), "", "")
-            if f"tether-{kind}" in (WEIGHTS, ENGINE) and pid.isdigit() and started != _started(int(pid)):
-                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
-                removed.append(path)
+            if (match := _NAME.fullmatch(path.name)) and match["namespace"] == _namespace():
+                if match["started"] == _started(int(match["pid"])):
+                    continue
+                with contextlib.suppress(PermissionError):  # another user's, who will remove it
+                    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+                    removed.append(path)
     return removed
 
 
@@ -42,3 +50,8 @@ def _started(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
         return ""
+
+
+@functools.cache
+def _namespace() -> str:
+    return str(os.stat("/proc/self/ns/pid").st_ino)
