@@ -27,7 +27,7 @@ from providers.ouro.config import OuroConfig
 from providers.ouro.model import build
 from tests.tiny import write_ouro
 
-LOOPS = 4
+LOOPS, LONGEST = 4, 160
 
 
 def main() -> None:
@@ -59,7 +59,7 @@ def main() -> None:
 def compare(directory: HFDirectory, count: int, *, mixed: bool, repeats: int) -> dict[str, Any]:
     """Seconds per update both ways, over alternating runs after one warm-up."""
     samples = make_samples(count, mixed=mixed)
-    packed, single = (make_trainer(directory, tokens_per_microbatch=budget) for budget in (1 << 20, 1))
+    packed, single = (make_trainer(directory, tokens_per_microbatch=budget) for budget in (1 << 20, LONGEST))
     seconds: dict[str, list[float]] = {"packed": [], "one_by_one": []}
     for turn in range(repeats + 1):
         for name, trainer in (("packed", packed), ("one_by_one", single)):
@@ -88,11 +88,14 @@ def make_trainer(directory: HFDirectory, *, tokens_per_microbatch: int) -> Train
 
 
 def make_samples(count: int, *, mixed: bool) -> list[TrainSample]:
-    """Sequences of 40 to 160 tokens, a fifth of them prompt; generated tokens at random depths if mixed."""
+    """Sequences of 82 to 160 tokens, a fifth of them prompt; generated tokens at random depths if mixed.
+
+    No two of them fit a budget of LONGEST tokens, so that budget replays them one by one.
+    """
     rng = random.Random(0)
     samples = []
     for _ in range(count):
-        length = rng.randint(40, 160)
+        length = rng.randint(LONGEST // 2 + 2, LONGEST)
         prompt = length // 5
         loops = [LOOPS] * prompt + [rng.randint(1, LOOPS) if mixed else LOOPS for _ in range(length - prompt - 1)]
         tokens = [rng.randrange(2, 256) for _ in range(length)]
