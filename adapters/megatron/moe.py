@@ -68,7 +68,7 @@ class Router(TopKRouter):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config, get_default_pg_collection())
 
-    def forward(self, x: Tensor, experts: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, x: Tensor, experts: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """[T, H] and the experts [T, K] to take, or None -> probabilities, choice (bool) and logits, each [T, E]."""
         logits = self.gating(x)
         replay = self.router_replay

@@ -189,4 +189,4 @@ class CacheRows:
 
 def _anywhere(flags: np.ndarray) -> np.ndarray:
     """[tokens] whether any of a token's flags [tokens, ...] is set."""
-    return flags.any(axis=tuple(range(1, flags.ndim)))
+    return np.asarray(flags.any(axis=tuple(range(1, flags.ndim))))

@@ -34,9 +34,10 @@ class TetherWorker:
         self._tether_default = model.parse_policy(default_policy)
         self._tether_policies: dict[str, Policy] = {}
         layout = model.trace_layout
-        form = {"row_shape": layout.row_shape, "unknown": layout.unknown}
-        self.tether_records = Records(policy_width=model.policy_width, **form)
-        self._tether_cache_rows = CacheRows(**form) if layout.prompt_value is None else None
+        shape, unknown = layout.row_shape, layout.unknown
+        self.tether_records = Records(policy_width=model.policy_width, row_shape=shape, unknown=unknown)
+        is_seen_only = layout.prompt_value is None  # what a prompt runs
+        self._tether_cache_rows = CacheRows(row_shape=shape, unknown=unknown) if is_seen_only else None
         self.tether_weights = LiveWeights(runner=runner, vllm_config=self.vllm_config)  # type: ignore[attr-defined]
         self._hook_forward(runner, model)
         self._hook_removed(runner)
