@@ -11,7 +11,7 @@ from .sequences import run_sequences, stand
 
 
 @pytest.mark.parametrize(
-    "count", [6, pytest.param(int(os.environ.get("TETHER_SEQUENCES", "100")), marks=pytest.mark.slow)]
+    "count", [4, pytest.param(int(os.environ.get("TETHER_SEQUENCES", "100")), marks=pytest.mark.slow)]
 )
 def test_every_response_is_that_of_the_version_it_names(tmp_path: Path, count: int) -> None:
     """Committed versions only, bitwise what an engine started on those weights gives. The same sequences each time."""

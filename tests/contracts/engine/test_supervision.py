@@ -183,10 +183,11 @@ def test_an_engine_that_cannot_start_says_why(tiny_ouro: Path, tmp_path: Path, f
     assert owned_by(os.getpid()) == before
 
 
-def test_a_spawned_engine_is_the_same(models: dict[str, Path], tmp_path: Path, engine: Any) -> None:
+def test_a_spawned_engine_is_the_same(alive: Any, tiny_ouro: Path, tmp_path: Path) -> None:
     """`start_method="spawn"`, what CUDA needs: same outputs. Closing ends the process and removes its folder, twice."""
-    spawned = LocalEngine(settings_for(models["A"], tmp_path / "log", start_method="spawn"))
-    assert drawn(run(spawned, make_requests("a", 2))) == drawn(run(engine, make_requests("b", 2)))
+    alive.publish(next_version(alive), load_file(tiny_ouro / "model.safetensors"))
+    spawned = LocalEngine(settings_for(tiny_ouro, tmp_path / "log", start_method="spawn"))
+    assert drawn(run(spawned, make_requests("a", 2))) == drawn(run(alive, make_requests("b", 2)))
     pid, before = spawned.pid, owned_by(os.getpid())
     spawned.close()
     spawned.close()
