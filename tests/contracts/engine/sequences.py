@@ -11,13 +11,14 @@ runs that many sequences and writes benchmarks/results/sequences_cpu.json.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import signal
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,7 @@ class Stand:
         self.engine, self.weights, self.expected = engine, weights, expected
         self.committed: dict[Version, str] = {}
         self.counts: Counter[str] = Counter()
+        self.error: BaseException | None = None
         self.tag = 0
 
     def next_tag(self) -> str:
@@ -74,6 +76,20 @@ class Stand:
             self.counts[f"responses, {result.finish_reason}"] += 1
 
 
+def remembered(step: Callable[..., None]) -> Callable[..., None]:
+    """Keeps the first error of a step: a real engine's may not come again, and hypothesis then reports only that."""
+
+    @functools.wraps(step)
+    def wrapped(self: Any, **drawn: Any) -> None:
+        try:
+            step(self, **drawn)
+        except BaseException as error:
+            self.stand.error = self.stand.error or error
+            raise
+
+    return wrapped
+
+
 class Sequences(RuleBasedStateMachine):
     stand: Stand
 
@@ -89,14 +105,17 @@ class Sequences(RuleBasedStateMachine):
         self.stand.counts["publications"] += 1
 
     @rule(name=names)
+    @remembered
     def publish_idle(self, name: str) -> None:
         self.publish(name)
 
     @rule(chosen=choices, tokens=st.sampled_from((1, 5, LONG)))
+    @remembered
     def generate(self, chosen: list[int], tokens: int) -> None:
         self.stand.check(run(self.stand.engine, requests(self.stand.next_tag(), chosen, tokens)))
 
     @rule(name=names, chosen=choices, mode=st.sampled_from(("drain", "abort")))
+    @remembered
     def publish_in_flight(self, name: str, chosen: list[int], mode: str) -> None:
         tag = self.stand.next_tag()
         stream = self.stand.engine.generate(requests(tag, chosen, LONG) + requests(f"{tag}x", [0], 1))
@@ -105,6 +124,7 @@ class Sequences(RuleBasedStateMachine):
         self.stand.check([*results, *stream])
 
     @rule(chosen=choices, ended=choices)
+    @remembered
     def abort(self, chosen: list[int], ended: list[int]) -> None:
         tag = self.stand.next_tag()
         stream = self.stand.engine.generate(requests(tag, chosen, LONG) + requests(f"{tag}x", [0], 1))
@@ -113,6 +133,7 @@ class Sequences(RuleBasedStateMachine):
         self.stand.check([*results, *stream])
 
     @rule(chosen=choices)
+    @remembered
     def leave_unread(self, chosen: list[int]) -> None:
         tag = self.stand.next_tag()
         stream = self.stand.engine.generate(requests(tag, chosen, LONG) + requests(f"{tag}x", [0], 1))
@@ -120,6 +141,7 @@ class Sequences(RuleBasedStateMachine):
         stream.close()
 
     @rule(name=names)
+    @remembered
     def refuse(self, name: str) -> None:
         bad = dict(self.stand.weights[name])
         del bad["model.norm.weight"]
@@ -129,6 +151,7 @@ class Sequences(RuleBasedStateMachine):
 
     @precondition(lambda self: not getattr(self, "killed", False))  # at most one: a restart takes seconds
     @rule(chosen=choices, chance=st.integers(0, 7))
+    @remembered
     def kill(self, chosen: list[int], chance: int) -> None:
         if chance:
             return
@@ -156,7 +179,10 @@ def run_sequences(stand: Stand, *, count: int, steps: int, first: int = 0) -> No
         suppress_health_check=list(HealthCheck),
     )
     seed(first)(machine)
-    run_state_machine_as_test(machine, settings=options)
+    try:
+        run_state_machine_as_test(machine, settings=options)
+    except BaseException as error:
+        raise (stand.error or error) from error
 
 
 @contextmanager
