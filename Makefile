@@ -18,8 +18,10 @@ check:                ## lint and types, changing nothing
 test:                 ## what CI runs
 	scripts/test.sh
 
-test-all:             ## with the long matrices
+test-all:             ## with the long matrices, which write benchmarks/results; the tree must be committed
 	scripts/test.sh -m "not gpu"
+	$(PYTHON) -m tests.contracts.depth.matrix
+	$(PYTHON) -m tests.contracts.engine.fault_matrix
 
 test-gpu:             ## on a machine with CUDA
 	scripts/test.sh -m gpu tests/gpu
