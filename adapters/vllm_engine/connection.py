@@ -182,7 +182,7 @@ class Connection:
         if self.alive:
             self._process.kill()
             self._process.wait(timeout=END_SECONDS)
-        deadline = time.monotonic() + END_SECONDS / 2
+        deadline = time.monotonic() + END_SECONDS
         with contextlib.suppress(ProcessLookupError):
             while time.monotonic() < deadline:
                 os.killpg(self.pid, signal.SIGCONT)
