@@ -80,7 +80,7 @@ def test_recipe_leaves_a_whole_run(continuous: tuple[Path, str]) -> None:
         assert {tuple(sample["weight_version"].values()) for sample in samples} == {(1, update - 1)}
         assert len({sample["seed"] for sample in samples}) == 64
     assert [line.split(":")[0] for line in text.splitlines()[-3:]] == ["run", "resume", "export"]
-    assert not processes_of(out)
+    wait_until(lambda: not processes_of(out), seconds=30, what="the last process of a finished run")
 
 
 def test_engine_of_a_killed_run_ends_by_itself(killed: Path) -> None:
