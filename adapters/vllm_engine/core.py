@@ -163,8 +163,9 @@ class Core:
             running = self._running[output.request_id]
             (completion,) = output.outputs
             running.token_ids += completion.token_ids
-            for token, choices in zip(completion.token_ids, completion.logprobs or (), strict=False):
-                running.logprobs.append(choices[token].logprob)
+            if completion.logprobs is not None:  # a score request asks for none
+                for token, choices in zip(completion.token_ids, completion.logprobs, strict=True):
+                    running.logprobs.append(choices[token].logprob)
             if output.finished:
                 finished.append((running, str(completion.finish_reason)))
         return self._finish(finished, version)
