@@ -70,16 +70,10 @@ class ForkedProcess:
             time.sleep(_POLL_SECONDS)
         return status
 
-    def terminate(self) -> None:
-        self._signal(signal.SIGTERM)
-
     def kill(self) -> None:
-        self._signal(signal.SIGKILL)
-
-    def _signal(self, number: int) -> None:
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+                os.kill(self.pid, signal.SIGKILL)
 
 
 class _Client:
