@@ -32,6 +32,8 @@ from .heartbeat import Pulse
 from .process import STATUS, environment
 from .settings import EngineSettings
 
+PROCESS = "adapters.vllm_engine.process"
+"""What runs in an engine process."""
 POLL_MILLISECONDS = 100
 END_SECONDS = 10.0
 LOG_LINES = 30

@@ -1,0 +1,129 @@
+"""What every engine does with a version: writes it into buckets once, offers it, keeps it for a restart.
+
+How an offer reaches the workers is the engine's own (`_transact`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+import msgspec
+import torch
+
+from adapters.contract import EngineDead, EngineTimeout, Manifest, PublishReport, TensorSpec, Version
+
+from . import shared_memory
+
+InFlight = Literal["drain", "abort"]
+
+
+class Offer(msgspec.Struct, frozen=True, kw_only=True):
+    """A version, whole, in the buckets that it is published with.
+
+    Those of the version that is served are kept: they are what a restarted engine is given. They cost nothing while the
+    engine runs, because its workers hold the same pages to roll back to.
+    """
+
+    version: Version
+    manifest: Manifest
+    buckets: tuple[shared_memory.Bucket, ...]
+
+
+class PublishingEngine:
+    """The half of an engine that publishes. Not for use from several threads."""
+
+    def __init__(self) -> None:
+        self._committed: Offer | None = None
+        self._interrupted: Offer | None = None
+
+    def _transact(self, offered: Offer, in_flight: InFlight, clock: Clock) -> None:
+        """Makes every worker serve the offer, or leaves all of them as they were. Raises what `publish` does."""
+        raise NotImplementedError
+
+    def publish(
+        self,
+        version: Version,
+        tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+        *,
+        in_flight: InFlight = "drain",
+    ) -> PublishReport:
+        """See `contract.Engine.publish`. Tensors are copied once, into shared memory that the workers map.
+
+        After EngineDead or EngineTimeout the tensors are kept in shared memory: `restart` and `republish` go on with
+        them. Publishing again is right as well: if the commit had reached the engine, it is accepted as done.
+
+        Args:
+            in_flight: what happens to running requests before commit: they finish, or end with what they have.
+        """
+        clock = Clock()
+        buckets: list[shared_memory.Bucket] = []
+        pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+        self._drop_interrupted()
+        try:
+            specs: list[TensorSpec] = []
+            for bucket, described in shared_memory.write_buckets(pairs):
+                buckets.append(bucket)
+                specs += described
+        except BaseException:
+            shared_memory.remove_buckets(buckets)
+            raise
+        clock.lap("write")
+        offered = Offer(version=version, manifest=Manifest(tensors=tuple(specs)), buckets=tuple(buckets))
+        return self._offer(offered, in_flight, clock)
+
+    def republish(self) -> PublishReport:
+        """Offers again what EngineDead or EngineTimeout interrupted, from shared memory.
+
+        Raises:
+            ValueError: no publication was interrupted.
+        """
+        if self._interrupted is None:
+            raise ValueError("republish: no publication was interrupted")
+        offered, self._interrupted = self._interrupted, None
+        return self._offer(offered, "drain", Clock())
+
+    def _offer(self, offered: Offer, in_flight: InFlight, clock: Clock) -> PublishReport:
+        try:
+            self._transact(offered, in_flight, clock)
+        except (EngineDead, EngineTimeout):
+            self._interrupted = offered
+            raise
+        except BaseException:
+            shared_memory.remove_buckets(offered.buckets)
+            raise
+        self._keep(offered)
+        return PublishReport(
+            version=offered.version,
+            manifest_digest=offered.manifest.digest,
+            num_bytes=sum(bucket.num_bytes for bucket in offered.buckets),
+            seconds=clock.seconds,
+        )
+
+    def _keep(self, committed: Offer | None) -> None:
+        if self._committed is not None:
+            shared_memory.remove_buckets(self._committed.buckets)
+        self._committed = committed
+
+    def _forget_offers(self) -> None:
+        """Removes every bucket: the engine is closed."""
+        self._drop_interrupted()
+        self._keep(None)
+
+    def _drop_interrupted(self) -> None:
+        if self._interrupted is not None:
+            shared_memory.remove_buckets(self._interrupted.buckets)
+        self._interrupted = None
+
+
+class Clock:
+    """Seconds of consecutive phases."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.seconds[name], self._last = now - self._last, now
