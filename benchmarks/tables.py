@@ -52,10 +52,11 @@ def publication(record: Record) -> str:
         [name, f"{times['median']:.2f}", f"{times['min']:.2f}", f"{times['max']:.2f}"]
         for name, times in results["seconds"].items()
     ]
-    ratio = results["ratio_to_copy"]["median"]
+    copies, overwrites = (results[f"ratio_to_{name}"]["median"] for name in ("copy", "overwrite"))
     size = f"{results['num_parameters'] / 1e6:.0f} million parameters, {results['num_bytes'] / 1e6:.0f} MB"
     table = _markdown(["phase", "median s", "min", "max"], rows)
-    return f"{table}\n\n{size}; publication takes {ratio:.0f} times the copy; {_source(record)}."
+    ratios = f"a publication takes {copies:.1f} copies into new memory (limit 3), {overwrites:.0f} overwrites"
+    return f"{table}\n\n{size}; {ratios}; {_source(record)}."
 
 
 def sequences(record: Record) -> str:

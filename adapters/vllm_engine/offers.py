@@ -22,8 +22,8 @@ InFlight = Literal["drain", "abort"]
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
     """A version, whole, in the buckets that it is published with.
 
-    Those of the version that is served are kept: they are what a restarted engine is given. They cost nothing while the
-    engine runs, because its workers hold the same pages to roll back to.
+    Those of the version that is served are kept: they are what a restarted engine is given, and workers hold the same
+    pages to roll back to.
     """
 
     version: Version
@@ -35,6 +35,7 @@ class PublishingEngine:
     """The half of an engine that publishes. Not for use from several threads."""
 
     def __init__(self) -> None:
+        self._store = shared_memory.BucketStore()
         self._committed: Offer | None = None
         self._interrupted: Offer | None = None
 
@@ -63,11 +64,11 @@ class PublishingEngine:
         self._drop_interrupted()
         try:
             specs: list[TensorSpec] = []
-            for bucket, described in shared_memory.write_buckets(pairs):
+            for bucket, described in self._store.write(pairs):
                 buckets.append(bucket)
                 specs += described
         except BaseException:
-            shared_memory.remove_buckets(buckets)
+            self._store.remove(buckets)
             raise
         clock.lap("write")
         offered = Offer(version=version, manifest=Manifest(tensors=tuple(specs)), buckets=tuple(buckets))
@@ -91,9 +92,11 @@ class PublishingEngine:
             self._interrupted = offered
             raise
         except BaseException:
-            shared_memory.remove_buckets(offered.buckets)
+            self._store.remove(offered.buckets)
             raise
-        self._keep(offered)
+        if self._committed is not None:
+            self._store.recycle(self._committed.buckets)  # every worker settled: none goes back to them
+        self._committed = offered
         return PublishReport(
             version=offered.version,
             manifest_digest=offered.manifest.digest,
@@ -101,19 +104,15 @@ class PublishingEngine:
             seconds=clock.seconds,
         )
 
-    def _keep(self, committed: Offer | None) -> None:
-        if self._committed is not None:
-            shared_memory.remove_buckets(self._committed.buckets)
-        self._committed = committed
-
     def _forget_offers(self) -> None:
         """Removes every bucket: the engine is closed."""
-        self._drop_interrupted()
-        self._keep(None)
+        self._store.close()
+        self._committed = self._interrupted = None
 
     def _drop_interrupted(self) -> None:
+        """Lets an interrupted version go. Not to be recycled: the engine may have committed it and hold its pages."""
         if self._interrupted is not None:
-            shared_memory.remove_buckets(self._interrupted.buckets)
+            self._store.remove(self._interrupted.buckets)
         self._interrupted = None
 
 

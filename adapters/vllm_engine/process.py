@@ -29,6 +29,7 @@ CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # else the log-prob code compiles for 15 s at the first generation
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "THP_MEM_ALLOC_ENABLE": "1",  # torch allocates large tensors in huge pages: packing weights is page faults, else
 }
 CUDA_ENVIRONMENT = {
     "TRITON_F32_DEFAULT": "ieee",  # else Triton attention multiplies fp32 as TF32, 1000 times coarser

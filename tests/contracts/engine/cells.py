@@ -184,10 +184,9 @@ def attempt(bench: Bench, version: Version, step: str, fault: str) -> str:
 def send_otherwise(engine: Any, version: Version, promised: Pairs, sent: Pairs, *, again: bool) -> None:
     """A manifest of some tensors, and then buckets of others; or (`again`) those too, once the right ones are ready."""
     call, manifest = engine._connection.call, manifest_of(promised)
-    buckets = {
-        name: [bucket for bucket, _ in shared_memory.write_buckets(pairs)]
-        for name, pairs in (("good", promised), ("bad", sent))
-    }
+    store = shared_memory.BucketStore()
+    written = (("good", promised), ("bad", sent))
+    buckets = {name: [bucket for bucket, _ in store.write(pairs)] for name, pairs in written}
     try:
         call(messages.Begin, bool, version=version, manifest=manifest)
         for bucket in buckets["good"] if again else []:
@@ -200,8 +199,7 @@ def send_otherwise(engine: Any, version: Version, promised: Pairs, sent: Pairs, 
             call(messages.Prepare)
         call(messages.Commit, in_flight="drain")
     finally:
-        for written in buckets.values():
-            shared_memory.remove_buckets(written)
+        store.close()
 
 
 def recover(engine: Any, *, by_force: bool) -> bool:

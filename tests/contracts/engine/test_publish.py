@@ -128,18 +128,21 @@ def test_publication_with_requests_in_flight(
         assert {"length"} | ({"abort"} if mode == "abort" else set()) == {r.finish_reason for r in results}
 
 
-def test_only_the_served_version_stays_in_shared_memory(engine: Any, weights: Tensors) -> None:
-    """Each publication, good or refused, removes its buckets, except those that a restart would need."""
+def test_shared_memory_holds_the_served_version_and_room_for_the_next(engine: Any, weights: Tensors) -> None:
+    """A publication writes over the files of the version before the one that is served; a refused one leaves none."""
     from adapters.vllm_engine.leftovers import memory_directory
 
     def buckets() -> set[Path]:
         return set(memory_directory().glob(f"tether-weights-{os.getpid()}-*"))
 
-    engine.publish(next_version(engine), weights)
-    first = buckets()
-    engine.publish(next_version(engine), weights)
-    second = buckets()
+    def publish() -> set[Path]:
+        engine.publish(next_version(engine), weights)
+        return buckets()
+
+    publish()
+    held = publish()
+    assert len(held) == 2
+    assert publish() == publish() == held
     with pytest.raises(PublicationRefused):
         engine.publish(next_version(engine), {})
-    assert len(first) == len(second) == 1 and first != second
-    assert buckets() == second
+    assert buckets() == held
