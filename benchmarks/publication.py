@@ -1,10 +1,11 @@
 """How long a publication takes on this machine, beside a memory copy of the same bytes in the same run.
 
-    python -m benchmarks.publication [--repeats 5] [--layers 6]
+    python -m benchmarks.publication [--repeats 5] [--layers 6]              # 100 million parameters, CPU, fp32
+    python -m benchmarks.publication --device cuda --staging ipc             # Ouro-1.4B's shape, bf16
 
-A real engine on a random Ouro of about 100 million parameters. Writes benchmarks/results/publication_cpu.json: seconds
-by phase, beside two copies with one thread, tensor by tensor: into new memory (`Tensor.clone`, what a second copy of a
-state dict costs), and over memory that exists and is mapped (`Tensor.copy_`, the bandwidth of memory).
+A real engine on a random Ouro. Writes benchmarks/results/publication_{cpu,cuda_STAGING}.json: seconds by phase, beside
+two copies, tensor by tensor: into new memory (`Tensor.clone`, what a second copy of a state dict costs), and over
+memory that exists and is mapped (`Tensor.copy_`, the bandwidth of memory). On CPU with one thread.
 """
 
 from __future__ import annotations
@@ -23,43 +24,74 @@ from adapters.contract import Version
 from adapters.vllm_engine.local import LocalEngine
 from adapters.vllm_engine.offers import Clock
 from adapters.vllm_engine.settings import EngineSettings
+from adapters.vllm_engine.staging import Staging
 from benchmarks import record
 from tests.tiny import write_ouro
 
-SHAPE = {
-    "vocab_size": 16384,
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "head_dim": 64,
+SHAPES = {
+    "cpu": {
+        "vocab_size": 16384,
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "head_dim": 64,
+        "num_hidden_layers": 6,
+    },
+    "cuda": {
+        "vocab_size": 49152,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+        "num_hidden_layers": 24,
+    },
 }
+DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--device", choices=SHAPES, default="cpu")
+    parser.add_argument("--staging", choices=["host", "shadow", "ipc"], default="host")
+    parser.add_argument("--commit", help="of a working tree without git, as on a lent machine")
     parser.add_argument("--no-record", action="store_true", help="print only; the working tree may differ from HEAD")
     arguments = parser.parse_args(argv)
-    if not arguments.no_record:
+    device, staging = arguments.device, arguments.staging
+    if not (arguments.no_record or arguments.commit):
         record.commit()
     torch.set_num_threads(1)
-    results = measure(arguments.layers, arguments.repeats)
+    results = measure(device, staging, arguments.repeats)
     print(results)
     if not arguments.no_record:
-        command = f"python -m benchmarks.publication --repeats {arguments.repeats} --layers {arguments.layers}"
-        print(record.write("publication_cpu", command=command, settings={**SHAPE, "dtype": "float32"}, results=results))
+        print(
+            record.write(
+                "publication_cpu" if device == "cpu" else f"publication_cuda_{staging}",
+                command="python -m benchmarks.publication "
+                + f"--repeats {arguments.repeats} --device {device} --staging {staging}",
+                settings={**SHAPES[device], "dtype": str(DTYPES[device]), "staging": staging},
+                results=results,
+                commit_id=arguments.commit,
+            )
+        )
     return 0
 
 
-def measure(layers: int, repeats: int) -> dict[str, Any]:
-    """The first two rounds are warm-up and dropped: until then shared memory grows to two versions."""
+def measure(device: str, staging: Staging, repeats: int) -> dict[str, Any]:
+    """The first two rounds are warm-up and dropped: until then the memory of the buckets grows to two versions."""
+    dtype = DTYPES[device]
     with tempfile.TemporaryDirectory() as name:
-        model = write_ouro(Path(name), num_hidden_layers=layers, **SHAPE)
-        weights = load_file(model / "model.safetensors")
+        model = write_ouro(Path(name), dtype=dtype, **SHAPES[device])
+        weights = load_file(model / "model.safetensors", device=device)
         settings = EngineSettings(
-            model=model, log_path=model / "log", max_model_len=128, dtype="float32", kv_cache_bytes=256 << 20
+            model=model,
+            log_path=model / "log",
+            max_model_len=128,
+            dtype=str(dtype).removeprefix("torch."),
+            kv_cache_bytes=256 << 20,
+            staging=staging,
         )
         with LocalEngine(settings) as engine:
             rounds = [one_round(engine, weights, update) for update in range(1, repeats + 3)][2:]
@@ -78,15 +110,23 @@ def one_round(engine: LocalEngine, weights: dict[str, torch.Tensor], update: int
     """One copy, one overwrite, and one publication of changed weights, in seconds."""
     for tensor in weights.values():
         tensor.mul_(1.001)
+    wait()
     clock = Clock()
     copied = [tensor.clone() for tensor in weights.values()]
+    wait()
     clock.lap("copy")
     for target, tensor in zip(copied, weights.values(), strict=True):
         target.copy_(tensor)
+    wait()
     clock.lap("overwrite")
     report = engine.publish(Version(1, update), weights)
     clock.lap("publish")
     return {**clock.seconds, **report.seconds}
+
+
+def wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def partial_digest(part: torch.Tensor, *, shape: Sequence[int], dim: int = 0, of
     num_rows, inner = math.prod(part.shape[:dim]), math.prod(part.shape[dim + 1 :])
     stride = shape[dim] * inner if shape else 1
     bits = part.detach().contiguous().reshape(-1).view(_INTEGERS[part.element_size()]).view(num_rows, -1)
-    compiled = _compiled() if bits.device.type == "cpu" and bits.numel() >= COMPILED_ELEMENTS else None
+    compiled = _compiled(bits.device.type) if bits.numel() >= COMPILED_ELEMENTS else None
     return (compiled or _sum_of_mixed)(bits, first=offset * inner, stride=stride)
 
 
@@ -76,17 +76,36 @@ def _check_place(part: tuple[int, ...], shape: tuple[int, ...], dim: int, offset
 
 
 @functools.cache
-def _compiled() -> Callable[..., int] | None:
-    """The same sum by a compiled loop; None where numba is not installed or finds no place for its cache."""
+def _compiled(device_type: str) -> Callable[..., int] | None:
+    """The same sum by a compiled loop; None where its compiler is not installed or finds no place for its cache."""
     try:
-        from adapters.hf_convert.digest_kernel import sum_of_mixed
+        if device_type == "cpu":
+            return _by_numba()
+        return _by_triton() if device_type == "cuda" else None
     except (ImportError, RuntimeError):
         return None
+
+
+def _by_numba() -> Callable[..., int]:
     import numpy as np
+
+    from adapters.hf_convert.digest_kernel import sum_of_mixed
 
     def compiled(bits: torch.Tensor, *, first: int, stride: int) -> int:
         keys = ((first + 1) * GOLDEN, stride * GOLDEN, GOLDEN, MULTIPLIER)
         return int(sum_of_mixed(bits.numpy(), *(np.uint64(key % 2**64) for key in keys)))
+
+    return compiled
+
+
+def _by_triton() -> Callable[..., int]:
+    from adapters.hf_convert.digest_triton import sum_of_mixed
+
+    def compiled(bits: torch.Tensor, *, first: int, stride: int) -> int:
+        total = sum_of_mixed(
+            bits, first=(first + 1) * GOLDEN, row_step=stride * GOLDEN, golden=GOLDEN, multiplier=MULTIPLIER
+        )
+        return total % 2**64
 
     return compiled
 

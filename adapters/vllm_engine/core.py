@@ -44,7 +44,7 @@ class Core:
             self.engine = LLMEngine.from_engine_args(_engine_args(settings))
         finally:
             _check_plugin()  # first: without it vLLM's own error would be about an unknown model
-        (self.trace_layout, *_) = self.rpc("tether_install", settings.execution)
+        (self.trace_layout, *_) = self.rpc("tether_install", settings.execution, settings.staging)
         self.model_config = self.engine.vllm_config.model_config
         self._running: dict[str, Running] = {}
         self._policy_errors: dict[str, str | None] = {}

@@ -31,7 +31,7 @@ class LocalEngine(PublishingEngine):
             EngineStartFailed: the process ended while starting; the message shows its log.
             EngineTimeout: it did not come up within `settings.start_seconds`.
         """
-        super().__init__()
+        super().__init__(settings.staging)
         self.settings, self._module = settings, module
         self._unread: set[str] = set()
         if removed := leftovers.remove_abandoned():

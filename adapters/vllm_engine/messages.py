@@ -12,7 +12,7 @@ import msgspec
 from adapters import contract
 from adapters.contract import GenerationRequest, GenerationResult, Manifest, ScoreRequest, Version
 
-from .shared_memory import Bucket
+from .buckets import Bucket
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True, tag=True):

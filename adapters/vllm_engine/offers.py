@@ -14,7 +14,8 @@ import torch
 
 from adapters.contract import EngineDead, EngineTimeout, Manifest, PublishReport, TensorSpec, Version
 
-from . import shared_memory
+from .buckets import Bucket
+from .staging import Staging, store_for
 
 InFlight = Literal["drain", "abort"]
 
@@ -28,14 +29,15 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 
     version: Version
     manifest: Manifest
-    buckets: tuple[shared_memory.Bucket, ...]
+    buckets: tuple[Bucket, ...]
 
 
 class PublishingEngine:
     """The half of an engine that publishes. Not for use from several threads."""
 
-    def __init__(self) -> None:
-        self._store = shared_memory.BucketStore()
+    def __init__(self, staging: Staging) -> None:
+        """Raises ValueError for a staging that this machine cannot do."""
+        self._store = store_for(staging)
         self._committed: Offer | None = None
         self._interrupted: Offer | None = None
 
@@ -50,16 +52,16 @@ class PublishingEngine:
         *,
         in_flight: InFlight = "drain",
     ) -> PublishReport:
-        """See `contract.Engine.publish`. Tensors are copied once, into shared memory that the workers map.
+        """See `contract.Engine.publish`. Tensors are copied once, into memory that the workers map.
 
-        After EngineDead or EngineTimeout the tensors are kept in shared memory: `restart` and `republish` go on with
+        After EngineDead or EngineTimeout the tensors are kept there: `restart` and `republish` go on with
         them. Publishing again is right as well: if the commit had reached the engine, it is accepted as done.
 
         Args:
             in_flight: what happens to running requests before commit: they finish, or end with what they have.
         """
         clock = Clock()
-        buckets: list[shared_memory.Bucket] = []
+        buckets: list[Bucket] = []
         pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
         self._drop_interrupted()
         try:
@@ -75,7 +77,7 @@ class PublishingEngine:
         return self._offer(offered, in_flight, clock)
 
     def republish(self) -> PublishReport:
-        """Offers again what EngineDead or EngineTimeout interrupted, from shared memory.
+        """Offers again what EngineDead or EngineTimeout interrupted, from where it was written.
 
         Raises:
             ValueError: no publication was interrupted.

@@ -24,7 +24,7 @@ from adapters.contract import (
 )
 from adapters.hf_convert.digest import render_digest
 
-from .shared_memory import Bucket
+from .buckets import Bucket
 from .weights import Fingerprint
 
 Rpc = Callable[..., list[Any]]

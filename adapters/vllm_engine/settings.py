@@ -40,6 +40,8 @@ class EngineSettings:
     """Tokens of a cache block."""
     enable_prefix_caching: bool = True
     """Share the blocks of common prompt prefixes."""
+    staging: Literal["host", "shadow", "ipc"] = "host"
+    """Where a published version waits until it is committed: see `staging`. Only `host` works without CUDA."""
     tensor_parallel: int = 1
     """Workers over which each layer is split."""
     seed: int = 0

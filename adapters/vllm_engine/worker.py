@@ -15,6 +15,7 @@ from vllm.forward_context import get_forward_context
 from . import patches
 from .model_interface import Policy, TracedModel, TraceLayout
 from .records import CacheRows, Record, Records, ScoreOrder
+from .staging import Staging
 from .step import Step
 from .weights import LiveWeights
 
@@ -26,7 +27,7 @@ class TetherWorker:
 
     model_runner: Any
 
-    def tether_install(self, default_policy: str | None) -> TraceLayout:
+    def tether_install(self, default_policy: str | None, staging: Staging) -> TraceLayout:
         """Hooks the model runner. Called once, before the first request. Returns what the model's trace holds."""
         runner, model = self.model_runner, self.model_runner.get_model()
         if not isinstance(model, TracedModel):
@@ -38,7 +39,8 @@ class TetherWorker:
         self.tether_records = Records(policy_width=model.policy_width, row_shape=shape, unknown=unknown)
         is_seen_only = layout.prompt_value is None  # what a prompt runs
         self._tether_cache_rows = CacheRows(row_shape=shape, unknown=unknown) if is_seen_only else None
-        self.tether_weights = LiveWeights(runner=runner, vllm_config=self.vllm_config)  # type: ignore[attr-defined]
+        config = self.vllm_config  # type: ignore[attr-defined]
+        self.tether_weights = LiveWeights(runner=runner, vllm_config=config, staging=staging)
         self._hook_forward(runner, model)
         self._hook_removed(runner)
         patches.rewind_discarded_draws(runner)

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from adapters.contract import EngineBlocked, EngineDead, EngineError, EngineTimeout, SamplingParams, Version
 from adapters.hf_convert.manifest import manifest_of
-from adapters.vllm_engine import messages, shared_memory
+from adapters.vllm_engine import buckets, messages, shared_memory
 from adapters.vllm_engine.local import LocalEngine
 
 from . import faults
@@ -99,7 +99,7 @@ def bench(models: dict[str, Path], folder: Path, *, tensor_parallel: int = 1) ->
     """An engine serving models["A"], with buckets small enough that there are several."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(faults.VARIABLE, str(folder / "fault"))
-        patch.setattr(shared_memory, "BUCKET_BYTES", BUCKET_BYTES)
+        patch.setattr(buckets, "BUCKET_BYTES", BUCKET_BYTES)
         expected = {}
 
         def start(name: str) -> LocalEngine:
@@ -184,16 +184,16 @@ def attempt(bench: Bench, version: Version, step: str, fault: str) -> str:
 def send_otherwise(engine: Any, version: Version, promised: Pairs, sent: Pairs, *, again: bool) -> None:
     """A manifest of some tensors, and then buckets of others; or (`again`) those too, once the right ones are ready."""
     call, manifest = engine._connection.call, manifest_of(promised)
-    store = shared_memory.BucketStore()
-    written = (("good", promised), ("bad", sent))
-    buckets = {name: [bucket for bucket, _ in store.write(pairs)] for name, pairs in written}
+    store = shared_memory.SharedFileStore()
+    given = (("good", promised), ("bad", sent))
+    written = {name: [bucket for bucket, _ in store.write(pairs)] for name, pairs in given}
     try:
         call(messages.Begin, bool, version=version, manifest=manifest)
-        for bucket in buckets["good"] if again else []:
+        for bucket in written["good"] if again else []:
             call(messages.Stage, bucket=bucket)
         if again:
             call(messages.Prepare)
-        for bucket in buckets["bad"]:
+        for bucket in written["bad"]:
             call(messages.Stage, bucket=bucket)
         if not again:
             call(messages.Prepare)

@@ -104,7 +104,7 @@ def wrap_workers() -> None:
                 return original(live, *args)
             fault = due(_stage_label(args[0]) if name == "stage" else name)
             if fault == "corrupt byte":
-                flip_byte(staged[-1].path, staged[-1].placements[-1].offset + 5)
+                flip_byte(staged[-1].location.path, staged[-1].placements[-1].offset + 5)
             happen(fault)
             return original(live, *args)
 
@@ -188,3 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     wrap_engine()
     fork_workers()
     process.main(arguments)
+
+
+if __name__ == "__main__":
+    main()

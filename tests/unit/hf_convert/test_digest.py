@@ -45,7 +45,7 @@ def test_the_compiled_loop_is_torchs(dtype: torch.dtype) -> None:
     pytest.importorskip("numba")
     tensor = (torch.randn(37, 501, generator=torch.Generator().manual_seed(0)) * 50).to(dtype)
     bits = tensor.view(WIDTH[tensor.element_size()])
-    compiled = digest._compiled()
+    compiled = digest._compiled("cpu")
     assert compiled is not None
     for first, stride in ((0, 0), (7, 9000), (2**63 - 5, 2**40 + 1)):
         arguments = {"first": first, "stride": stride}
