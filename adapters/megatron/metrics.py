@@ -1,6 +1,10 @@
-"""Sums over the tokens of one update, kept on the device, reduced over data-parallel ranks once at the end."""
+"""Sums over the trained tokens of one update, kept on the device, reduced over data-parallel ranks once at the end."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -8,61 +12,88 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from adapters.megatron.grpo import PolicyLoss
+from adapters.megatron.runtime import StepRefused
+
+LOSS, COUNT, TOKENS, APART, REPORTED = range(5)
+"""Places in the sums: loss, what it is divided by, trained tokens, score differences, then what the loss reports."""
 
 
 class TokenStatistics:
-    """Accumulates what each micro-batch's loss says of its tokens.
+    """Accumulates what each micro-batch's loss says of its trained tokens.
 
     Args:
+        names: of what the loss reports of each token, the same on every rank.
         device: where the sums live, so that no micro-batch waits for the device.
         num_classes: if tokens are also sorted into classes, how many there are.
     """
 
-    _SUMS = ("loss", "num_tokens", "difference", "ratio", "clipped")
-
-    def __init__(self, *, device: torch.device, num_classes: int = 0) -> None:
-        self.sums = torch.zeros(len(self._SUMS), dtype=torch.float64, device=device)
+    def __init__(self, *, names: Iterable[str], device: torch.device, num_classes: int = 0) -> None:
+        self.names = tuple(names)
+        self.sums = torch.zeros(REPORTED + len(self.names), dtype=torch.float64, device=device)
         self.class_sums = torch.zeros(2, num_classes, dtype=torch.float64, device=device)
         self.maxima = torch.zeros(1 + num_classes, dtype=torch.float64, device=device)
 
     def add(self, loss: PolicyLoss, classes: Tensor | None = None) -> None:
         """Adds a micro-batch; `classes` [R] int64 in 0 .. num_classes - 1."""
-        apart = loss.difference.double().abs()
-        counts = torch.tensor(float(len(apart)), device=apart.device)
-        parts = (loss.sum.detach(), counts, apart.sum(), loss.ratio.double().sum(), loss.clipped.sum())
+        mask = loss.mask
+        apart = loss.difference.detach().double().abs()[mask]
+        parts = [loss.sum.detach(), loss.count, mask.sum(), apart.sum()]
+        parts += [self._sum_of(loss, name) for name in self.names]
         self.sums += torch.stack([part.double() for part in parts])
         if len(apart):
             self.maxima[0] = torch.maximum(self.maxima[0], apart.max())
         if classes is not None:
+            classes = classes[mask]
             self.class_sums[0].index_add_(0, classes, torch.ones_like(apart))
             self.class_sums[1].index_add_(0, classes, apart)
             self.maxima[1:].scatter_reduce_(0, classes, apart, "amax")
 
+    def merge(self, step: TokenStatistics) -> None:
+        """Adds the sums of one optimizer step."""
+        self.sums += step.sums
+        self.class_sums += step.class_sums
+        self.maxima = torch.maximum(self.maxima, step.maxima)
+
     def problem(self) -> RuntimeError | None:
         """Set when this rank's loss is not a finite number."""
-        loss = float(self.sums[0])
-        if torch.isfinite(self.sums[0]):
+        if torch.isfinite(self.sums[LOSS]):
             return None
-        return RuntimeError(
-            f"the loss is {loss}, expected a finite number: the weights or the rollout's log-probs are broken; nothing "
-            "was changed"
+        return StepRefused(
+            "non_finite",
+            f"the loss is {float(self.sums[LOSS])}, expected a finite number: the weights or the rollout's log-probs "
+            "are broken; nothing was changed",
         )
 
-    def reduced(self, class_name: str = "class") -> dict[str, float]:
-        """The metrics over all data-parallel ranks, equal on each. Every rank must call it."""
+    def mean_difference(self) -> float:
+        """Mean |old - rollout| over all ranks. Collective."""
+        sums = self.sums[[TOKENS, APART]]
+        dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
+        tokens, apart = sums.tolist()
+        return apart / max(tokens, 1)
+
+    def reduced(self, class_name: str = "class") -> dict[str, Any]:
+        """The metrics over all data-parallel ranks, equal on each; None where no step was made. Collective."""
         group = parallel_state.get_data_parallel_group()
         for tensor, op in ((self.sums, "SUM"), (self.class_sums, "SUM"), (self.maxima, "MAX")):
             dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op), group=group)
-        loss, count, difference, ratio, clipped = self.sums.tolist()
+        loss, count, tokens, apart, *reported = self.sums.tolist()
+        if not tokens:
+            return dict.fromkeys(("loss", "logprob_diff_mean", "logprob_diff_max", *self.names)) | {"num_tokens": 0}
         metrics = {
             "loss": loss / count,
-            "logprob_diff_mean": difference / count,
+            "logprob_diff_mean": apart / tokens,
             "logprob_diff_max": float(self.maxima[0]),
-            "ratio_mean": ratio / count,
-            "clip_fraction": clipped / count,
-            "num_tokens": int(count),
+            **{
+                name: total / tokens if math.isfinite(total) else None  # a ratio may overflow where its loss does not
+                for name, total in zip(self.names, reported, strict=True)
+            },
+            "num_tokens": int(tokens),
         }
         return metrics | self._by_class(class_name)
+
+    @staticmethod
+    def _sum_of(loss: PolicyLoss, name: str) -> Tensor:
+        return loss.reported[name].double()[loss.mask].sum()
 
     def _by_class(self, name: str) -> dict[str, float]:
         """Per class that has tokens: how many, and their differences. Classes are numbered from 1."""

@@ -28,6 +28,13 @@ class TrainSample:
     """Of each response token, under the distribution it was drawn from."""
     advantage: float = 0.0
     """Of every response token."""
+    loss_mask: Sequence[bool] = ()
+    """Which response tokens are trained; empty is all. Tokens that a tool or an environment wrote are not, nor is
+    anything of a sample whose mask is all False."""
+    old_logprobs: Sequence[float] = ()
+    """Of each response token by the trainer before the update's first step; empty: the first step finds them itself."""
+    reference_logprobs: Sequence[float] = ()
+    """Of each response token by the reference policy; empty without one."""
     trace: Tensor | None = None
     """What each input token really ran, P + n - 1 rows; None is everything."""
     temperature: float = 1.0
@@ -36,6 +43,11 @@ class TrainSample:
     @property
     def num_scored(self) -> int:
         return len(self.response_token_ids)
+
+    @property
+    def mask(self) -> Sequence[bool]:
+        """loss_mask, spelled out."""
+        return self.loss_mask or [True] * self.num_scored
 
     @property
     def num_inputs(self) -> int:
@@ -62,12 +74,20 @@ class PackedBatch:
     """[R] fp32."""
     temperatures: Tensor
     """[R] fp32."""
+    sequences: Tensor
+    """[R] int64 which sequence a row belongs to, 0 .. S - 1."""
+    loss_mask: Tensor
+    """[R] bool rows that are trained."""
+    old_logprobs: Tensor | None = None
+    """[R] fp32, or None when the samples have none."""
+    reference_logprobs: Tensor | None = None
+    """[R] fp32, or None when the samples have none."""
 
     def to(self, device: torch.device) -> PackedBatch:
         """A copy whose tensors, except boundaries and trace, are on the device."""
         moved = {field.name: getattr(self, field.name) for field in fields(self)}
         for name in moved.keys() - {"cu_seqlens", "trace"}:
-            moved[name] = moved[name].to(device, non_blocking=True)
+            moved[name] = None if moved[name] is None else moved[name].to(device, non_blocking=True)
         return PackedBatch(**moved)
 
 
@@ -90,6 +110,10 @@ def pack(samples: Sequence[TrainSample]) -> PackedBatch:
         rollout_logprobs=_per_row(samples, lambda s: s.rollout_logprobs or [0.0] * s.num_scored),
         advantages=_per_row(samples, lambda s: [s.advantage] * s.num_scored),
         temperatures=_per_row(samples, lambda s: [s.temperature] * s.num_scored),
+        sequences=torch.tensor([i for i, s in enumerate(samples) for _ in range(s.num_scored)], dtype=torch.int64),
+        loss_mask=torch.tensor([value for s in samples for value in s.mask], dtype=torch.bool),
+        old_logprobs=_if_all(samples, lambda s: s.old_logprobs),
+        reference_logprobs=_if_all(samples, lambda s: s.reference_logprobs),
     )
 
 
@@ -141,6 +165,10 @@ def check_samples(
     problems = [] if len(set(traced)) == 1 else [f"sample {traced.index(False)}: has no trace, but others have one"]
     for index, sample in enumerate(samples):
         problems += [f"sample {index}: {text}" for text in _problems(sample, vocab_size, check_trace, for_training)]
+    for name in ("old_logprobs", "reference_logprobs"):
+        if lacking := [index for index, sample in enumerate(samples) if not getattr(sample, name)]:
+            if len(lacking) < len(samples):
+                problems.append(f"sample {lacking[0]}: has no {name}, but others have them")
     if problems:
         raise ValueError(f"{len(problems)} problem(s) with {len(samples)} sample(s): " + "; ".join(problems[:10]))
 
@@ -152,6 +180,8 @@ def samples_digest(samples: Sequence[TrainSample]) -> int:
         for ids in (sample.prompt_token_ids, sample.response_token_ids):
             digest.update(array("q", ids).tobytes() + b"|")
         digest.update(array("d", [*sample.rollout_logprobs, sample.advantage, sample.temperature]).tobytes())
+        digest.update(bytes(sample.loss_mask) + b"|" + array("d", sample.old_logprobs).tobytes() + b"|")
+        digest.update(array("d", sample.reference_logprobs).tobytes())
         if sample.trace is not None:
             digest.update(sample.trace.to("cpu", torch.int64).contiguous().numpy().tobytes())
     return int.from_bytes(digest.digest(), "big") >> 1
@@ -159,6 +189,10 @@ def samples_digest(samples: Sequence[TrainSample]) -> int:
 
 def _per_row(samples: Sequence[TrainSample], values: Callable[[TrainSample], Sequence[float]]) -> Tensor:
     return torch.tensor([value for sample in samples for value in values(sample)], dtype=torch.float32)
+
+
+def _if_all(samples: Sequence[TrainSample], values: Callable[[TrainSample], Sequence[float]]) -> Tensor | None:
+    return _per_row(samples, values) if samples and all(values(sample) for sample in samples) else None
 
 
 def _first_fit(batches: list[list[int]], index: int, lengths: Sequence[int], max_tokens: int) -> None:
@@ -179,10 +213,12 @@ def _problems(
             problems.append(f"{name} is empty, expected at least one token")
         if outside := [(place, token) for place, token in enumerate(ids) if not 0 <= token < vocab_size]:
             problems.append(f"{name}: got (position, id) {outside[0]!r}, expected ids in [0, {vocab_size})")
-    if for_training and len(sample.rollout_logprobs) != sample.num_scored:
-        problems.append(f"rollout_logprobs: got {len(sample.rollout_logprobs)}, expected {sample.num_scored}")
-    if bad := [(place, value) for place, value in enumerate(sample.rollout_logprobs) if not math.isfinite(value)]:
-        problems.append(f"rollout_logprobs: got (position, value) {bad[0]!r}, expected finite values")
+    for name in ("rollout_logprobs", "old_logprobs", "reference_logprobs", "loss_mask"):
+        values = getattr(sample, name)
+        if len(values) != sample.num_scored and (values or (for_training and name == "rollout_logprobs")):
+            problems.append(f"{name}: got {len(values)}, expected {sample.num_scored}")
+        if bad := [(place, value) for place, value in enumerate(values) if not math.isfinite(value)]:
+            problems.append(f"{name}: got (position, value) {bad[0]!r}, expected finite values")
     if not math.isfinite(sample.advantage):
         problems.append(f"advantage: got {sample.advantage!r}, expected a finite number")
     if not (math.isfinite(sample.temperature) and sample.temperature > 0):

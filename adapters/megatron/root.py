@@ -19,11 +19,12 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor
 
 from adapters.megatron.logprobs import selected_logprobs
-from adapters.megatron.runtime import device
+from adapters.megatron.runtime import device, raise_together
 from adapters.megatron.stacked import Stack
 from adapters.physical import PhysicalTensor
 
 if TYPE_CHECKING:
+    from adapters.hf_convert.directory import HFDirectory
     from adapters.megatron.packing import PackedBatch, TrainSample
 
 
@@ -39,7 +40,7 @@ class StackedParameter:
 
 class RootModule(MegatronModule):
     """A provider calls `finish` at the end of its constructor and implements `forward(tokens, cu_seqlens, trace=None,
-    rows=None, targets=None, temperature=1.0)`.
+    rows=None, targets=None, temperature=1.0, with_entropy=False)`.
     """
 
     model_type = ModelType.encoder_or_decoder
@@ -83,6 +84,27 @@ class RootModule(MegatronModule):
         for each in self._stacks:
             yield from each.stack.views(each.prefix, each.parameter.detach()).items()
 
+    def stored_parts(self, directory: HFDirectory) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """(name, this rank's part as a view, the same part as a Hugging Face directory has it) of each tensor.
+
+        Every rank must iterate to the end.
+
+        Raises:
+            ValueError: names or shapes differ from the model's, or a value is not finite; names every offender.
+        """
+        directory.check({name: tensor.shape for name, tensor in self.physical.items()})
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        size = parallel_state.get_tensor_model_parallel_world_size()
+        broken = []
+        for name, own in self.local_parts():
+            dim = self.physical[name].partition_dim
+            part = directory.read(name) if dim is None else directory.read_shard(name, dim=dim, rank=rank, size=size)
+            if not torch.isfinite(part).all():
+                broken.append(name)
+            yield name, own, part
+        error = ValueError(f"{directory.path}: {len(broken)} tensor(s) hold values that are not finite: {broken[:10]}")
+        raise_together(error if broken else None)
+
     def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, whole tensor on the CPU) of every physical tensor, in the table's order.
 
@@ -109,12 +131,15 @@ class RootModule(MegatronModule):
         targets: Tensor | None,
         temperature: Tensor | float,
         chunk_rows: int,
+        with_entropy: bool = False,
     ) -> Tensor:
-        """The logits [R, V / tp] of the wanted rows of [T, H], or with targets their log-probs [R] in fp32."""
+        """The logits [R, V / tp] of the wanted rows of [T, H], or with targets what `selected_logprobs` says."""
         hidden = copy_to_tensor_model_parallel_region(hidden if rows is None else hidden[rows])
         if targets is None:
             return head(hidden)
-        return selected_logprobs(hidden, head, targets, temperature=temperature, chunk_rows=chunk_rows)
+        return selected_logprobs(
+            hidden, head, targets, temperature=temperature, chunk_rows=chunk_rows, with_entropy=with_entropy
+        )
 
     def check_trace(self, trace: Tensor, num_prompt_tokens: int) -> None:
         """Raises ValueError, with the position, if a sample's trace cannot be replayed."""
@@ -124,11 +149,17 @@ class RootModule(MegatronModule):
         raise NotImplementedError
 
     def begin_update(
-        self, samples: Sequence[TrainSample], batches: list[PackedBatch], run: Callable[[PackedBatch], Any]
+        self,
+        samples: Sequence[TrainSample],
+        batches: list[PackedBatch],
+        run: Callable[[PackedBatch], Any],
+        *,
+        global_count: int,
     ) -> list[PackedBatch]:
-        """Sees an update's samples (all of them) and this rank's micro-batches before the first one; may change these.
+        """Sees a step's samples (all of them) and this rank's micro-batches before the first one; may change these.
 
-        `run` computes a micro-batch without gradients. Every rank calls this together.
+        `run` computes a micro-batch without gradients; `global_count` is what the summed loss will be divided by.
+        Every rank calls this together.
         """
         return batches
 

@@ -23,7 +23,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from adapters.megatron.moe import Routed
-from adapters.megatron.runtime import device, raise_together
+from adapters.megatron.runtime import StepRefused, device, raise_together
 
 if TYPE_CHECKING:
     from adapters.megatron.packing import PackedBatch, TrainSample
@@ -69,16 +69,23 @@ class UpdateRouting:
         self._training = False
 
     def begin(
-        self, samples: Sequence[TrainSample], batches: list[PackedBatch], run: Callable[[PackedBatch], Any]
+        self,
+        samples: Sequence[TrainSample],
+        batches: list[PackedBatch],
+        run: Callable[[PackedBatch], Any],
+        *,
+        global_count: int,
     ) -> list[PackedBatch]:
         """Counts the load, and puts the experts to take into the micro-batches. Collective.
+
+        `global_count` is what the summed loss will be divided by.
 
         Raises:
             ValueError: the rollout's experts are asked for and a sample has none.
             RuntimeError: a layer's router has collapsed.
         """
         self.num_inputs = sum(sample.num_inputs for sample in samples)
-        self.num_scored = sum(sample.num_scored for sample in samples)
+        self.global_count = global_count
         self.sums = torch.zeros(5, dtype=torch.float64, device=device())
         if self.settings.replay == "rollout":
             if missing := [i for i, sample in enumerate(samples) if sample.trace is None]:
@@ -104,7 +111,7 @@ class UpdateRouting:
         return counts
 
     def side_loss(self) -> Tensor | None:
-        """Both losses of the last pass's tokens, scaled to be divided by the update's number of scored tokens."""
+        """Both losses of the last pass's tokens, scaled to be divided by the global count."""
         if not self._training:
             return None
         settings, num_experts = self.settings, self.uniform.shape[1]
@@ -114,7 +121,7 @@ class UpdateRouting:
             each = [self.layers[0].balance.new_tensor(len(self.layers[0].chosen))]
             each += [torch.stack([getattr(routed, name) for routed in self.layers]).double().mean() for name in _SUMS]
             self.sums += torch.stack([balance.double(), z.double(), *(value.double() for value in each)])
-        return self.num_scored * (settings.balance_coefficient * balance + settings.z_coefficient * z)
+        return self.global_count * (settings.balance_coefficient * balance + settings.z_coefficient * z)
 
     def end(self) -> dict[str, float]:
         """Metrics of the update over all ranks. Collective."""
@@ -171,10 +178,11 @@ class UpdateRouting:
         layer = int(effective.argmin())
         error = None
         if self.uniform.shape[1] > self.top_k and float(effective[layer]) < least:
-            error = RuntimeError(
+            error = StepRefused(
+                "router",
                 f"the router of layer {layer} has collapsed: its load amounts to {float(effective[layer]):.2f} experts "
                 f"of {self.uniform.shape[1]}, expected at least {least:.2f}; nothing was changed. Lower the learning "
-                "rate or raise balance_coefficient"
+                "rate or raise balance_coefficient",
             )
         raise_together(error)
 

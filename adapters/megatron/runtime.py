@@ -42,6 +42,16 @@ class RuntimeSettings:
             raise ValueError("RuntimeSettings " + "; ".join(bad))
 
 
+class StepRefused(RuntimeError):
+    """An optimizer step that was not made, on any rank. `kind` says why, `steps_made` how many of the update were."""
+
+    steps_made = 0
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
 def initialize(settings: RuntimeSettings) -> None:
     """Joins the process group, builds Megatron's parallel groups and seeds every generator.
 
@@ -86,18 +96,21 @@ def raise_together(error: BaseException | None) -> None:
     their deadline.
 
     Raises:
-        BaseException: this rank's own error, or a RuntimeError that quotes the first failing rank's.
+        BaseException: this rank's own error, or a RuntimeError that quotes the first failing rank's; a StepRefused if
+            that one is.
     """
     failed = torch.tensor([error is not None], dtype=torch.int32, device=device())
     dist.all_reduce(failed, op=dist.ReduceOp.MAX)
     if not failed.item():
         return
-    texts: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(texts, None if error is None else f"{type(error).__name__}: {error}")
-    if error is not None:
+    every: list[tuple[str, str | None] | None] = [None] * dist.get_world_size()
+    own = None if error is None else (f"{type(error).__name__}: {error}", getattr(error, "kind", None))
+    dist.all_gather_object(every, own)
+    rank, (text, kind) = next((rank, found) for rank, found in enumerate(every) if found is not None)
+    if error is not None and getattr(error, "kind", None) == kind:
         raise error
-    rank, text = next((rank, text) for rank, text in enumerate(texts) if text is not None)
-    raise RuntimeError(f"rank {rank} failed and all ranks stop: {text}")
+    message = f"rank {rank} failed and all ranks stop: {text}"
+    raise RuntimeError(message) if kind is None else StepRefused(kind, message)
 
 
 def require_equal(what: str, digest: int) -> None:

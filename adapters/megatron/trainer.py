@@ -6,6 +6,7 @@ Every rank holds a Trainer and makes the same calls with the same arguments; eac
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +18,20 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from adapters.megatron.grpo import GrpoSettings, policy_loss
+from adapters.megatron.losses import global_count
 from adapters.megatron.metrics import TokenStatistics
 from adapters.megatron.optimizer import OptimizerSettings, wrap
 from adapters.megatron.packing import PackedBatch, TrainSample, check_samples, pack, plan_microbatches, samples_digest
+from adapters.megatron.refusals import (
+    StepLimits,
+    check_global_count,
+    counted,
+    refuse_grad_norm,
+    refuse_non_finite_gradients,
+    refuse_score_difference,
+)
 from adapters.megatron.root import RootModule
-from adapters.megatron.runtime import device, raise_together, require_equal
+from adapters.megatron.runtime import StepRefused, device, raise_together, require_equal
 
 if TYPE_CHECKING:
     from adapters.hf_convert.directory import HFDirectory
@@ -33,7 +43,7 @@ class Trainer:
     Args:
         model: this rank's part, as the provider built it.
         optimizer: Adam and its schedule.
-        grpo: the clip range.
+        grpo: the loss, and how many steps an update makes.
         tokens_per_microbatch: most input tokens in one forward and backward.
 
     Attributes:
@@ -55,41 +65,85 @@ class Trainer:
         self.ddp, self.optimizer, self.scheduler = wrapped.ddp, wrapped.optimizer, wrapped.scheduler
         self.num_updates = 0
 
-    def train(self, samples: Sequence[TrainSample]) -> dict[str, float]:
+    def train(self, samples: Sequence[TrainSample], *, limits: StepLimits | None = None) -> dict[str, Any]:
         """One update on all samples, whatever the number of ranks and micro-batches they are cut into.
 
-        The loss is summed over response tokens and divided by their global number.
+        One optimizer step for each mini-batch of each epoch. The learning rate changes between updates only.
 
         Args:
             samples: the full list, the same on every rank.
+            limits: what a step may not exceed, the same on every rank.
 
         Returns:
-            The same metrics on every rank: loss, grad_norm (before clipping), learning_rate, logprob_diff_mean and _max
-            (trainer against rollout), ratio_mean, clip_fraction, num_tokens (response), num_input_tokens, and for a
-            traced model the differences by class (`num_tokens_depth_3`, ...).
+            The same metrics on every rank: loss, grad_norm (the largest before clipping), learning_rate,
+            logprob_diff_mean and _max (trainer against rollout), what `GrpoSettings.reported` names as means over
+            trained tokens, num_tokens (trained), num_input_tokens, num_steps, skipped_steps, and for a traced model the
+            differences by class (`num_tokens_depth_3`, ...). None where no step was made.
 
         Raises:
             ValueError: a sample cannot be trained on; nothing was changed.
-            RuntimeError: the ranks disagree, or loss or gradients are not finite; nothing was changed.
+            StepRefused: loss or gradients are not finite, or a limit was exceeded; without mini-batches nothing was
+                changed.
+            RuntimeError: the ranks disagree; nothing was changed.
         """
-        batches = [pack(batch).to(device()) for batch in self._own_part(samples, for_training=True)]
-        batches = self.model.begin_update(samples, batches, self._run_without_gradients)
-        statistics = TokenStatistics(device=device(), num_classes=self.model.num_classes)
-        self.ddp.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        self._forward_backward(batches, statistics)
-        self._refuse_non_finite_gradients()
+        limits, parts = limits or StepLimits(), self._parts(samples)
+        statistics, norms, refused, routing = self._statistics(), [], [], []
         learning_rate = max(group["lr"] for group in self.optimizer.param_groups)
-        _, grad_norm, _ = self.optimizer.step()
+        for part in parts:
+            try:
+                step, norm = self._step(part, limits)
+            except StepRefused as error:
+                error.steps_made = len(norms)
+                if error.kind not in limits.skip:
+                    raise
+                refused.append(error)
+                continue
+            statistics.merge(step)
+            norms.append(norm)
+            routing.append(self.model.end_update())
         self.scheduler.step(1)
         self.num_updates += 1
         return {
             **statistics.reduced(self.model.trace_breakdown or "class"),
-            **self.model.end_update(),
-            "grad_norm": float(grad_norm),
+            **_means(routing),
+            "grad_norm": max(norms, default=None),
             "learning_rate": learning_rate,
             "num_input_tokens": sum(sample.num_inputs for sample in samples),
+            "num_steps": len(norms),
+            **counted(refused),
         }
+
+    def _parts(self, samples: Sequence[TrainSample]) -> list[Sequence[TrainSample]]:
+        """The samples of each optimizer step; parts without a token to train on are left out."""
+        grpo = self.grpo
+        if grpo.kl_coefficient and not all(sample.reference_logprobs for sample in samples):
+            raise ValueError("samples have no reference_logprobs, but kl_coefficient is not 0")
+        if grpo.old_policy == "trainer" and grpo.mini_batches * grpo.epochs > 1:
+            scores = self.score(samples)
+            samples = [replace(s, old_logprobs=values) for s, values in zip(samples, scores, strict=True)]
+        bounds = [i * len(samples) // grpo.mini_batches for i in range(grpo.mini_batches + 1)]
+        parts = [samples[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)] if samples else [samples]
+        return [part for part in parts if not part or any(map(any, (s.mask for s in part)))] * grpo.epochs
+
+    def _step(self, samples: Sequence[TrainSample], limits: StepLimits) -> tuple[TokenStatistics, float]:
+        """One optimizer step: what it says of its tokens, and the norm of its gradients."""
+        batches = [pack(batch).to(device()) for batch in self._own_part(samples, for_training=True)]
+        self._expected_count = global_count([sample.mask for sample in samples], self.grpo.normalisation)
+        batches = self.model.begin_update(
+            samples, batches, self._run_without_gradients, global_count=self._expected_count
+        )
+        statistics = self._statistics()
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self._forward_backward(batches, statistics)
+        refuse_score_difference(statistics, limits)
+        refuse_non_finite_gradients(self.model, self.ddp)
+        refuse_grad_norm(self.optimizer, limits)
+        _, grad_norm, _ = self.optimizer.step()
+        return statistics, float(grad_norm)
+
+    def _statistics(self) -> TokenStatistics:
+        return TokenStatistics(names=self.grpo.reported, device=device(), num_classes=self.model.num_classes)
 
     def score(self, samples: Sequence[TrainSample]) -> list[list[float]]:
         """Trainer log-probs of every response token, by sample, on every rank: those that `train` would start from.
@@ -126,18 +180,8 @@ class Trainer:
         Raises:
             ValueError: names or shapes differ from the model's, or a value is not finite; names every offender.
         """
-        directory.check({name: tensor.shape for name, tensor in self.model.physical.items()})
-        rank = parallel_state.get_tensor_model_parallel_rank()
-        size = parallel_state.get_tensor_model_parallel_world_size()
-        broken = []
-        for name, own in self.model.local_parts():
-            dim = self.model.physical[name].partition_dim
-            part = directory.read(name) if dim is None else directory.read_shard(name, dim=dim, rank=rank, size=size)
-            own.copy_(part)
-            if not torch.isfinite(own).all():
-                broken.append(name)
-        error = ValueError(f"{directory.path}: {len(broken)} tensor(s) hold values that are not finite: {broken[:10]}")
-        raise_together(error if broken else None)
+        for _, own, stored in self.model.stored_parts(directory):
+            own.copy_(stored)
         self.optimizer.reload_model_params()
 
     def _own_part(self, samples: Sequence[TrainSample], *, for_training: bool) -> list[list[TrainSample]]:
@@ -165,7 +209,7 @@ class Trainer:
         require_equal("the samples of this update", samples_digest(samples))
         return plan[parallel_state.get_data_parallel_rank()]
 
-    def _logprobs(self, model: Callable[..., Tensor], batch: PackedBatch) -> Tensor:
+    def _logprobs(self, model: Callable[..., Tensor], batch: PackedBatch, *, with_entropy: bool = False) -> Tensor:
         # By keyword: Float16Module rounds positional fp32 inputs, the temperatures, to bf16.
         return model(
             batch.tokens,
@@ -174,6 +218,7 @@ class Trainer:
             rows=batch.rows,
             targets=batch.targets,
             temperature=batch.temperatures,
+            with_entropy=with_entropy,
         )
 
     @torch.no_grad()
@@ -188,6 +233,7 @@ class Trainer:
             nonlocal agreed
             agreed = True
             raise_together(statistics.problem())
+            check_global_count(num_tokens, self._expected_count)
             finalize_model_grads(model, num_tokens, **groups)
 
         self.model.config.finalize_model_grads_func = finalize
@@ -208,28 +254,23 @@ class Trainer:
 
     def _forward_step(self, statistics: TokenStatistics, batches: Iterator[PackedBatch], model: Any) -> Any:
         batch = next(batches)
-        return self._logprobs(model, batch), partial(self._loss, statistics, batch)
+        scores = self._logprobs(model, batch, with_entropy=self.grpo.entropy_coefficient > 0)
+        return scores, partial(self._loss, statistics, batch)
 
-    def _loss(self, statistics: TokenStatistics, batch: PackedBatch, logprobs: Tensor) -> Any:
-        """(sum, tokens, nothing to collect): Megatron divides by the global token count (calculate_per_token_loss)."""
-        loss = policy_loss(logprobs, batch.rollout_logprobs, batch.advantages, self.grpo)
+    def _loss(self, statistics: TokenStatistics, batch: PackedBatch, scores: Tensor) -> Any:
+        """(sum, count, nothing to collect): Megatron divides by the global count (calculate_per_token_loss)."""
+        loss = policy_loss(scores, batch, self.grpo)
         classes = None
         if batch.trace is not None and self.model.trace_breakdown:
-            classes = self.model.classify(batch.trace[batch.rows.cpu()]).to(logprobs.device)
+            classes = self.model.classify(batch.trace[batch.rows.cpu()]).to(scores.device)
         statistics.add(loss, classes)
         side = self.model.side_loss()
         total = loss.sum if side is None else loss.sum + side
-        return total, torch.tensor(len(logprobs), dtype=torch.int, device=logprobs.device), {}
+        return total, loss.count, {}
 
-    def _refuse_non_finite_gradients(self) -> None:
-        """Raises on every rank, naming parameters, before anything is stepped."""
-        buffers = [*self.ddp.buffers, *self.ddp.expert_parallel_buffers]
-        error = None
-        if not all(torch.isfinite(torch.stack(torch.aminmax(buffer.grad_data))).all() for buffer in buffers):
-            trained = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
-            broken = [name for name, parameter in trained if not torch.isfinite(parameter.main_grad).all()]
-            error = RuntimeError(
-                f"{len(broken)} gradient(s) are not finite: {broken[:10]}; nothing was changed. Look at the rollouts "
-                "of this update"
-            )
-        raise_together(error)
+
+def _means(metrics: list[dict[str, float]]) -> dict[str, float]:
+    """The metrics of an update from those of its steps."""
+    if len(metrics) == 1:
+        return metrics[0]
+    return {name: sum(each[name] for each in metrics) / len(metrics) for name in (metrics or [{}])[0]}

@@ -135,6 +135,7 @@ class Olmoe(RootModule):
         rows: Tensor | None = None,
         targets: Tensor | None = None,
         temperature: Tensor | float = 1.0,
+        with_entropy: bool = False,
     ) -> Tensor:
         """Logits, or log-probs of given tokens.
 
@@ -145,9 +146,10 @@ class Olmoe(RootModule):
             rows: [R] int64, the rows wanted; None is all. A batch without any stands for a rank without work.
             targets: [R] int64, the token that follows each row.
             temperature: one value or [R] fp32; only with targets.
+            with_entropy: the rows' entropies too; only with targets.
 
         Returns:
-            Without targets the logits [R, V / tp]; with them their log-probs [R] in fp32.
+            Without targets the logits [R, V / tp]; with them their log-probs [R] in fp32, or [2, R] with entropies.
 
         Raises:
             ValueError: the trace does not fit the tokens.
@@ -166,6 +168,7 @@ class Olmoe(RootModule):
             targets=targets,
             temperature=temperature,
             chunk_rows=self.logprob_chunk_rows,
+            with_entropy=with_entropy,
         )
 
     def check_trace(self, trace: Tensor, num_prompt_tokens: int) -> None:
@@ -176,9 +179,14 @@ class Olmoe(RootModule):
             raise ValueError(problem)
 
     def begin_update(
-        self, samples: Sequence[TrainSample], batches: list[PackedBatch], run: Callable[[PackedBatch], Any]
+        self,
+        samples: Sequence[TrainSample],
+        batches: list[PackedBatch],
+        run: Callable[[PackedBatch], Any],
+        *,
+        global_count: int,
     ) -> list[PackedBatch]:
-        return self.routing.begin(samples, batches, run)
+        return self.routing.begin(samples, batches, run, global_count=global_count)
 
     def side_loss(self) -> Tensor | None:
         return self.routing.side_loss()

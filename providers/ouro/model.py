@@ -238,6 +238,7 @@ class Ouro(RootModule):
         rows: Tensor | None = None,
         targets: Tensor | None = None,
         temperature: Tensor | float = 1.0,
+        with_entropy: bool = False,
     ) -> Tensor:
         """Logits, or log-probs of given tokens.
 
@@ -248,9 +249,10 @@ class Ouro(RootModule):
             rows: [R] int64, the rows wanted; None is all.
             targets: [R] int64, the token that follows each row.
             temperature: one value or [R] fp32; only with targets.
+            with_entropy: the rows' entropies too; only with targets.
 
         Returns:
-            Without targets the logits [R, V / tp]; with them their log-probs [R] in fp32.
+            Without targets the logits [R, V / tp]; with them their log-probs [R] in fp32, or [2, R] with entropies.
 
         Raises:
             ValueError: boundaries or trace do not fit the tokens.
@@ -264,6 +266,7 @@ class Ouro(RootModule):
             targets=targets,
             temperature=temperature,
             chunk_rows=self.logprob_chunk_rows,
+            with_entropy=with_entropy,
         )
 
     def check_trace(self, trace: Tensor, num_prompt_tokens: int) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from tests import ranks
 from tests.ranks import error_of, findings
-from tests.unit.megatron_side.samples import make_samples, make_trainer, tensors_of
+from tests.unit.megatron_side.samples import make_samples, make_trainer, tensors_of, with_reference
 
 __all__ = ["findings", "launch"]
 launch = partial(ranks.launch, "tests.unit.megatron_side.ranks")
@@ -23,6 +23,23 @@ def measure(trainer: Any, count: int = 7) -> dict[str, Any]:
     scores = trainer.score(samples)
     metrics = trainer.train(samples)
     return {"scores": scores, "metrics": metrics, "weights": tensors_of(trainer)}
+
+
+LOSSES: dict[str, dict[str, Any]] = {
+    "by sequence": {"loss": "gspo", "normalisation": "sequence", "kl_coefficient": 0.1, "entropy_coefficient": 0.05},
+    "two passes of two": {"mini_batches": 2, "epochs": 2, "clip_low": 1e-3, "clip_high": 1e-3},
+}
+
+
+def losses(folder: Path) -> dict[str, Any]:
+    """Updates with other losses than the plain one, with masks."""
+    from adapters.megatron.grpo import GrpoSettings
+
+    found = {}
+    for name, options in LOSSES.items():
+        trainer = make_trainer(folder / "model", grpo=GrpoSettings(**options))
+        found[name] = trainer.train(with_reference(make_samples(7)))
+    return found
 
 
 def alone(folder: Path) -> dict[str, Any]:
@@ -40,7 +57,7 @@ def alone(folder: Path) -> dict[str, Any]:
     drawn = torch.rand(3)
     metrics = trainer.train(make_samples(5, seed=3))
     return {
-        **found, "before": before, "saved": saved, "drawn": drawn, "metrics": metrics, "after": tensors_of(trainer)
+        **found, "losses": losses(folder), "before": before, "saved": saved, "drawn": drawn, "metrics": metrics, "after": tensors_of(trainer)
     }  # fmt: skip
 
 
@@ -61,6 +78,7 @@ def data_parallel(folder: Path) -> dict[str, Any]:
     from adapters.megatron import checkpoint
 
     found = {"seven": measure(make_trainer(folder / "model")), "one": measure(make_trainer(folder / "model"), 1)}
+    found["losses"] = losses(folder)
     trainer = make_trainer(folder / "model", load=False)
     checkpoint.load(folder / "alone", trainer)
     found["loaded"] = tensors_of(trainer)
@@ -99,6 +117,7 @@ def tensor_parallel(folder: Path) -> dict[str, Any]:
     from adapters.megatron import checkpoint
 
     found = {"seven": measure(make_trainer(folder / "model")), "one": measure(make_trainer(folder / "model"), 1)}
+    found["losses"] = losses(folder)
     found["sequence"] = measure(make_trainer(folder / "model", sequence_parallel=True, recompute=True))
     found["bf16"] = measure(make_trainer(folder / "model", dtype=torch.bfloat16))["metrics"]
     trainer = make_trainer(folder / "model", load=False)

@@ -43,8 +43,13 @@ def make_samples(count: int, *, seed: int = 0, traced: bool = True, longest: int
 
 
 def make_trainer(path: Path, *, dtype: torch.dtype = torch.float32, load: bool = True, **options: Any) -> Trainer:
-    """A Trainer of the checkpoint in `path`; options go to build, OptimizerSettings or Trainer."""
+    """A Trainer of the checkpoint in `path`; options go to build, OptimizerSettings or Trainer.
+
+    The ratio is taken against the samples' rollout log-probs unless `grpo` says otherwise: they are random.
+    """
     from adapters.hf_convert.directory import HFDirectory
+    from adapters.megatron.grpo import GrpoSettings
+    from adapters.megatron.mismatch import MismatchSettings
     from adapters.megatron.optimizer import OptimizerSettings
     from adapters.megatron.trainer import Trainer
     from providers.ouro.config import OuroConfig
@@ -58,11 +63,25 @@ def make_trainer(path: Path, *, dtype: torch.dtype = torch.float32, load: bool =
         **{name: options.pop(name) for name in build_names if name in options},
     )
     tokens_per_microbatch = options.pop("tokens_per_microbatch", 40)
+    against_rollout = GrpoSettings(old_policy="rollout", mismatch=MismatchSettings(correction="none"))
+    grpo = options.pop("grpo", against_rollout)
     settings = OptimizerSettings(**{"learning_rate": 1e-3, "max_grad_norm": 1.0, **options})
-    trainer = Trainer(model, optimizer=settings, tokens_per_microbatch=tokens_per_microbatch)
+    trainer = Trainer(model, optimizer=settings, grpo=grpo, tokens_per_microbatch=tokens_per_microbatch)
     if load:
         trainer.load_hf(directory)
     return trainer
+
+
+def with_reference(samples: list[TrainSample]) -> list[TrainSample]:
+    """The samples with masks and with log-probs of some reference near their rollout's."""
+    generator = torch.Generator().manual_seed(9)
+    masked = []
+    for index, sample in enumerate(samples):
+        apart = 0.3 * torch.randn(sample.num_scored, generator=generator)
+        mask = (torch.rand(sample.num_scored, generator=generator) < 0.8).tolist() if index % 2 else []
+        reference = (torch.tensor(sample.rollout_logprobs) + apart).tolist()
+        masked.append(replace(sample, reference_logprobs=reference, loss_mask=mask))
+    return masked
 
 
 def with_scores(samples: list[TrainSample], scores: list[list[float]]) -> list[TrainSample]:

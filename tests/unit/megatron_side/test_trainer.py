@@ -13,7 +13,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.unit.megatron_side.samples import make_samples, make_trainer, tensors_of, with_scores
+from adapters.megatron.grpo import GrpoSettings
+from adapters.megatron.mismatch import MismatchSettings
+from tests.unit.megatron_side.plain_loss import whole_loss
+from tests.unit.megatron_side.samples import make_samples, make_trainer, tensors_of, with_reference, with_scores
 from tests.unit.ouro import reference
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -28,33 +31,58 @@ def worst_relative(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
     return max(float((got[n].double() - want[n].double()).abs().max() / want[n].abs().max()) for n in want)
 
 
-def plain_update(path: Path, samples: Any) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of one update in fp64 plain PyTorch: clipped at 0.2, divided by the response tokens."""
+def plain_update(path: Path, samples: Any, settings: Any) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of one update in fp64 plain PyTorch."""
     config = json.loads((path / "config.json").read_text())
     weights = {n: t.double().requires_grad_() for n, t in load_file(path / "model.safetensors").items()}
-    total, count = torch.zeros((), dtype=torch.float64), 0
+    scores, entropies = [], []
     for s in samples:
         tokens = [*s.prompt_token_ids, *s.response_token_ids]
         logits = reference.logits(weights, config, tokens[:-1], s.trace.tolist())[len(s.prompt_token_ids) - 1 :]
-        scores = (logits / s.temperature).log_softmax(-1)[range(s.num_scored), list(s.response_token_ids)]
-        ratio = (scores - torch.tensor(s.rollout_logprobs, dtype=torch.float64)).exp()
-        total = total - torch.minimum(ratio * s.advantage, ratio.clamp(0.8, 1.2) * s.advantage).sum()
-        count += s.num_scored
-    (total / count).backward()
-    return float(total.detach()) / count, {n: w.grad for n, w in weights.items() if w.grad is not None}
+        table = (logits / s.temperature).log_softmax(-1)
+        scores.append(list(table[range(s.num_scored), list(s.response_token_ids)]))
+        entropies.append(list(-(table.exp() * table).sum(-1)))
+    loss = whole_loss(samples, scores, settings, entropies)
+    loss.backward()
+    return float(loss.detach()), {n: w.grad for n, w in weights.items() if w.grad is not None}
 
 
-def test_update_equals_plain_pytorch(tiny_ouro: Path) -> None:
+UNCORRECTED = {"old_policy": "rollout", "mismatch": MismatchSettings(correction="none")}
+LOSSES: dict[str, dict[str, Any]] = {
+    "clip by token": UNCORRECTED,
+    "gspo with k3": {
+        "loss": "gspo",
+        "normalisation": "sequence",
+        "clip_low": 0.02,
+        "clip_high": 0.02,
+        "kl_coefficient": 0.1,
+        **UNCORRECTED,
+    },
+    "cispo with entropy": {"loss": "cispo", "entropy_coefficient": 0.05, **UNCORRECTED},
+    "constant, corrected": {
+        "normalisation": "constant",
+        "constant_tokens": 12,
+        "kl_coefficient": 0.1,
+        "kl_estimator": "k2",
+        "mismatch": MismatchSettings(correction="token_mask", low=0.9, high=1.1),
+    },
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_update_equals_plain_pytorch(tiny_ouro: Path, name: str) -> None:
     """Loss, gradients and gradient norm of an update are those of the formula, in fp64, over all samples at once."""
-    samples = make_samples(7)
-    loss, want = plain_update(tiny_ouro, samples)
-    trainer = make_trainer(tiny_ouro, max_grad_norm=0.0)
+    settings = GrpoSettings(**LOSSES[name])
+    samples = make_samples(7) if name == "clip by token" else with_reference(make_samples(9, seed=2))
+    loss, want = plain_update(tiny_ouro, samples, settings)
+    trainer = make_trainer(tiny_ouro, max_grad_norm=0.0, grpo=settings)
     metrics = trainer.train(samples)
     norm = math.sqrt(sum(float(g.pow(2).sum()) for g in want.values()))
     error = worst_relative(gradients(trainer), want)
     print(f"loss {metrics['loss']:.8f} plain {loss:.8f}; norm {metrics['grad_norm']:.7f} plain {norm:.7f}; "
           f"gradients {error:.1e} over {len(want)} tensors")  # fmt: skip
-    assert 0 < metrics["clip_fraction"] < 1, "the samples must exercise the clip"
+    exercised = "mismatch_bound_fraction" if settings.old_policy == "trainer" else "clip_fraction"
+    assert 0 < metrics[exercised] < 1, "the samples must exercise the clip, or the mask"
     assert abs(metrics["loss"] - loss) < 1e-6 * max(1, abs(loss))
     assert abs(metrics["grad_norm"] / norm - 1) < 1e-6
     assert set(gradients(trainer)) == set(want)
@@ -293,3 +321,53 @@ def test_load_refuses_another_model(tiny_ouro: Path, tmp_path: Path) -> None:
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=r"not finite: \['model.layers.2.input_layernorm.weight'\]"):
         trainer.load_hf(HFDirectory(path))
+
+
+def test_several_steps_clip_and_start_from_the_same_scores(tiny_ouro: Path) -> None:
+    """With one part, `old` is what the first step starts from; later passes leave it and the clip binds."""
+    samples = make_samples(6)
+    narrow = {"clip_low": 1e-3, "clip_high": 1e-3}
+    once = make_trainer(tiny_ouro, grpo=GrpoSettings(**narrow)).train(samples)
+    thrice = make_trainer(tiny_ouro, grpo=GrpoSettings(**narrow, epochs=3)).train(samples)
+    assert once["ratio_mean"] == 1.0 and once["clip_fraction"] == 0.0 and once["policy_kl"] == 0.0
+    assert thrice["clip_fraction"] > 0 and thrice["policy_kl"] > 0 and thrice["num_steps"] == 3
+    assert thrice["logprob_diff_mean"] == pytest.approx(once["logprob_diff_mean"], rel=1e-6), "of the old scores"
+    assert thrice["num_tokens"] == 3 * once["num_tokens"] and thrice["learning_rate"] == once["learning_rate"]
+
+
+def test_reference_is_scored_and_leaves_no_mark(tiny_ouro: Path, tmp_path: Path) -> None:
+    """A trained trainer scores the reference's directory as a trainer of it does, and goes on with the same bits."""
+    from adapters.hf_convert.directory import HFDirectory
+    from adapters.megatron.reference import ReferencePolicy
+    from tests.tiny import write_ouro
+
+    other = write_ouro(tmp_path / "other", seed=4)
+    samples = make_samples(5)
+    trainer, twin = make_trainer(tiny_ouro), make_trainer(tiny_ouro)
+    for each in (trainer, twin):
+        each.train(samples)
+    scores = ReferencePolicy(trainer, HFDirectory(other)).score(samples)
+    assert scores == make_trainer(other).score(samples) != trainer.score(samples)
+    assert trainer.train(samples) == twin.train(samples)
+    assert all(torch.equal(t, tensors_of(twin)[n]) for n, t in tensors_of(trainer).items())
+
+
+def test_a_count_that_does_not_fit_is_refused(tiny_ouro: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A micro-batch that is lost would silently change the normaliser."""
+    from adapters.megatron import trainer as module
+
+    real = module.policy_loss
+    monkeypatch.setattr(module, "policy_loss", lambda *a: replace(real(*a), count=real(*a).count + 1))
+    trainer, before = make_trainer(tiny_ouro), tensors_of(make_trainer(tiny_ouro))
+    with pytest.raises(RuntimeError, match="but the samples of this step count"):
+        trainer.train(make_samples(3))
+    assert all(torch.equal(t, before[n]) for n, t in tensors_of(trainer).items())
+
+
+def test_nothing_to_train_on_is_no_step(tiny_ouro: Path) -> None:
+    """When every sample is masked the weights stay, and the metrics say so."""
+    trainer, before = make_trainer(tiny_ouro), tensors_of(make_trainer(tiny_ouro))
+    samples = [replace(s, loss_mask=[False] * s.num_scored) for s in make_samples(3)]
+    metrics = trainer.train(samples)
+    assert metrics["num_steps"] == 0 and metrics["num_tokens"] == 0 and metrics["loss"] is None
+    assert all(torch.equal(t, before[n]) for n, t in tensors_of(trainer).items())
