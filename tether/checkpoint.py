@@ -14,6 +14,7 @@ from adapters.contract import Version
 from tether.prepare import Job
 from tether.progress import say
 from tether.ranks import from_rank_zero
+from tether.tripwires import Watch
 
 if TYPE_CHECKING:
     from adapters.megatron.trainer import Trainer
@@ -31,6 +32,10 @@ class State:
     """Starts and resumes so far."""
     metrics: dict[str, Any] | None = None
     """The line of the last update, in case the run is killed between its checkpoint and that line."""
+    watch: Watch = dataclasses.field(default_factory=Watch)
+    """What the tripwires remember."""
+    pending: str | None = None
+    """Rollouts that were made ahead for the next update, as `gather.to_text` writes them; known to rank 0."""
 
     @property
     def version(self) -> Version:
@@ -68,8 +73,12 @@ def _load(job: Job, trainer: Trainer) -> State | None:
         say("resume: no complete checkpoint yet, starting from the model")
         return None
     extra = checkpoint.load(job.directory.checkpoints, trainer)
-    state = State(**{name: extra[name] for name in ("update", "position", "incarnation", "metrics")})
-    return dataclasses.replace(state, incarnation=state.incarnation + 1)
+    state = State(
+        **{name: extra[name] for name in ("update", "position", "metrics", "pending")},
+        incarnation=extra["incarnation"] + 1,
+        watch=Watch(**extra["watch"]),
+    )
+    return state
 
 
 def _settle(job: Job, state: State) -> None:

@@ -17,10 +17,15 @@ from adapters.hf_convert.directory import HFDirectory
 from providers.registry import Part, provider
 from tether.data import Record, load_records, load_tokenizer
 from tether.depth import DepthSchedule
+from tether.episodes import RolloutFunction, single_turn
+from tether.functions import function_named
+from tether.learn import grpo_settings
+from tether.mix import PromptMix, parse_files
 from tether.rewards import RewardFunction, load_reward
 from tether.run_contract import check_contract, run_contract
 from tether.run_directory import RunDirectory
 from tether.settings import RunArguments, Settings
+from tether.tripwires import Tripwires
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +42,14 @@ class Job:
     """The provider's config of the model."""
     tokenizer: Any
     records: list[Record]
+    """Of DATA, then of each file of more_data."""
+    sources: list[tuple[int, float]]
+    """Records and weight of each file."""
     held_out: list[Record]
     """Prompts to evaluate on; empty without eval_data."""
-    reward: RewardFunction
+    rollout: RolloutFunction
+    """Makes samples of prompts."""
+    tripwires: Tripwires
     depth: DepthSchedule
     stop_token_ids: tuple[int, ...]
     """Tokens that end a response."""
@@ -49,6 +59,11 @@ class Job:
     def part(self, name: Part) -> ModuleType:
         """A module of the model's provider."""
         return provider(self.source.config["model_type"], name)
+
+    def order(self) -> PromptMix:
+        """The order in which the records are used."""
+        sizes, weights = zip(*self.sources, strict=True)
+        return PromptMix(sizes, weights, seed=self.settings.seed)
 
     @property
     def context_tokens(self) -> int:
@@ -70,6 +85,9 @@ def prepare(arguments: RunArguments, *, is_main: bool = True) -> Job:
     settings = arguments.settings
     settings = settings.replace(dtype=config.dtype if settings.dtype == "auto" else settings.dtype)
     reward = load_reward(settings.reward)
+    making = _rollout(settings)
+    grpo_settings(settings)
+    more = parse_files(settings.more_data)
     depth = _depth(settings, source, config)
     tokenizer = load_tokenizer(arguments.model)
     read = partial(
@@ -78,6 +96,7 @@ def prepare(arguments: RunArguments, *, is_main: bool = True) -> Job:
         max_prompt_tokens=config.max_position_embeddings - settings.max_new_tokens,
         vocab_size=config.vocab_size,
     )
+    files = [read(path) for path in (arguments.data, *(path for path, _ in more))]
     job = Job(
         arguments=arguments,
         settings=settings,
@@ -85,12 +104,14 @@ def prepare(arguments: RunArguments, *, is_main: bool = True) -> Job:
         source=source,
         config=config,
         tokenizer=tokenizer,
-        records=read(arguments.data),
+        records=[record for records in files for record in records],
+        sources=[(len(r), w) for r, w in zip(files, (1.0, *(weight for _, weight in more)), strict=True)],
         held_out=read(Path(settings.eval_data)) if settings.eval_data else [],
-        reward=reward,
+        rollout=making,
+        tripwires=Tripwires.parse(settings),
         depth=depth,
         stop_token_ids=tuple(sorted(set(_stop_token_ids(source, tokenizer)))),
-        contract=_contract(arguments, settings, reward) if is_main else {},
+        contract=_contract(arguments, settings, reward, making) if is_main else {},
     )
     if is_main and arguments.resume:
         check_contract(saved=run["contract"], now=job.contract, where=directory.path)
@@ -127,6 +148,15 @@ def read_model(model: Path) -> tuple[HFDirectory, Any]:
     return source, config
 
 
+def _rollout(settings: Settings) -> RolloutFunction:
+    if not settings.rollout:
+        return single_turn
+    signature = "(episodes, generate, tokenizer) -> None"
+    return function_named(
+        settings.rollout, what="rollout", signature=signature, episodes=[], generate=None, tokenizer=None
+    )
+
+
 def _depth(settings: Settings, source: HFDirectory, config: Any) -> DepthSchedule:
     trace = provider(source.config["model_type"], "trace")
     schedule = DepthSchedule.parse(settings.depth)
@@ -134,8 +164,11 @@ def _depth(settings: Settings, source: HFDirectory, config: Any) -> DepthSchedul
     return schedule
 
 
-def _contract(arguments: RunArguments, settings: Settings, reward: RewardFunction) -> dict[str, Any]:
-    return run_contract(model=arguments.model, data=arguments.data, settings=settings, reward=reward)
+def _contract(
+    arguments: RunArguments, settings: Settings, reward: RewardFunction, making: RolloutFunction
+) -> dict[str, Any]:
+    data = [arguments.data, *(path for path, _ in parse_files(settings.more_data))]
+    return run_contract(model=arguments.model, data=data, settings=settings, reward=reward, rollout=making)
 
 
 def _stop_token_ids(source: HFDirectory, tokenizer: Any) -> Iterator[int]:

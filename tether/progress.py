@@ -47,10 +47,15 @@ def summary(metrics: Mapping[str, Any]) -> dict[str, str]:
     seconds = "/".join(f"{metrics[f'{phase}_seconds']:.1f}" for phase in PHASES)
     return {
         "reward": f"{metrics['reward_mean']:.3f}",
-        "loss": f"{metrics['loss']:+.2e}",
-        "score diff": f"{metrics['logprob_diff_mean']:.1e} (max {metrics['logprob_diff_max']:.1e})",
+        "loss": _figure(metrics["loss"], "+.2e"),
+        "score diff": "{} (max {})".format(*(_figure(metrics[f"logprob_diff_{x}"], ".1e") for x in ("mean", "max"))),
         "/".join(PHASES): f"{seconds} s",
     }
+
+
+def _figure(value: float | None, form: str) -> str:
+    """A number as text; "none" where no step was made."""
+    return "none" if value is None else format(value, form)
 
 
 def say(text: str, *, every_rank: bool = False) -> None:

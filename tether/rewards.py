@@ -8,13 +8,12 @@ anything else, or a resumed run differs from a continuous one.
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import math
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
+
+from tether.functions import function_named
 
 RewardFunction = Callable[..., float]
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
@@ -34,34 +33,29 @@ def last_number_match(*, response: str, label: Any, **_: Any) -> float:
     return float(got is not None and got == want)
 
 
-def load_reward(name: str) -> RewardFunction:
-    """The function that "module:function" names.
+def math_equal(*, response: str, label: Any, **_: Any) -> float:
+    """1 if math-verify finds the response's last formula or number equal to the label's, in whatever form; else 0.
 
-    Raises:
-        ValueError: the module cannot be imported, has no such function, or the function takes no keyword arguments.
+    The label may be LaTeX, an expression or a number.
     """
-    module_name, _, function_name = name.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(f"reward {name!r}: cannot import {module_name!r} ({error}); is it on PYTHONPATH?") from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise ValueError(f"reward {name!r}: {module_name} has no function {function_name!r}")
-    try:
-        inspect.signature(function).bind(prompt="", response="", response_token_ids=[], label="", metadata=None)
-    except TypeError as error:
-        raise ValueError(
-            f"reward {name!r}: {error}; expected a signature of "
-            "(*, prompt, response, response_token_ids, label, metadata) -> float"
-        ) from error
-    return function
+    from math_verify import parse, verify
+
+    want, got = parse(f"${label}$") or parse(str(label)), parse(response)
+    return float(bool(got) and bool(want) and verify(want, got))
 
 
-def source_of(function: RewardFunction) -> bytes:
-    """What the run contract digests for a reward: the file that defines it."""
-    path = inspect.getsourcefile(inspect.unwrap(function))
-    return Path(path).read_bytes() if path else repr(function).encode()
+def load_reward(name: str) -> RewardFunction:
+    """The function that "module:function" names. Raises ValueError if none is there that can be called as a reward."""
+    return function_named(
+        name,
+        what="reward",
+        signature="(*, prompt, response, response_token_ids, label, metadata) -> float",
+        prompt="",
+        response="",
+        response_token_ids=[],
+        label="",
+        metadata=None,
+    )
 
 
 def checked_reward(function: RewardFunction, *, where: str, **sample: Any) -> float:

@@ -1,8 +1,8 @@
-"""One update's rollouts: requests out, results in, checked and told as samples. Runs on rank 0 only."""
+"""One update's rollouts: prompts out, samples in, checked, rewarded and told. Runs on rank 0 only."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,9 @@ from adapters.contract import (
     derive_seed,
 )
 from tether.data import Record
+from tether.episodes import Episode, generate_with
 from tether.prepare import Job
-from tether.rewards import checked_reward
+from tether.reward_process import Judge
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,9 +40,13 @@ class Sample:
     """What each input token ran, as the provider reads the trace."""
     response: str
     """The decoded response, special tokens left out."""
+    loss_mask: tuple[bool, ...] = ()
+    """Response tokens that the model wrote; empty is all."""
 
 
-def collect(engine: Engine, job: Job, *, update: int, version: Version, records: Sequence[Record]) -> list[Sample]:
+def collect(
+    engine: Engine, job: Job, *, update: int, version: Version, records: Sequence[Record], first_group: int = 0
+) -> list[Sample]:
     """Generates a group of samples for each record. Their order is that of the records, however results arrive.
 
     Raises:
@@ -51,70 +56,61 @@ def collect(engine: Engine, job: Job, *, update: int, version: Version, records:
     settings, plan = job.settings, job.depth.plan(update)
     sampling = sampling_params(job, temperature=settings.temperature)
     sampling.check_trainable()
-    requests = [
-        GenerationRequest(
-            request_id=f"update-{update}/prompt-{group}/sample-{i}",
-            prompt_token_ids=record.prompt_token_ids,
-            sampling=sampling,
-            seed=derive_seed(settings.seed, update, group, i),
-            execution=plan,
+    episodes = [
+        Episode(
+            record=record,
+            group=group,
+            request=GenerationRequest(
+                request_id=f"update-{update}/prompt-{group}/sample-{i}",
+                prompt_token_ids=record.prompt_token_ids,
+                sampling=sampling,
+                seed=derive_seed(settings.seed, update, group, i),
+                execution=plan,
+            ),
         )
-        for group, record in enumerate(records)
+        for group, record in enumerate(records, start=first_group)
         for i in range(settings.group_size)
     ]
-    results = in_order(requests, engine.generate(requests))
-    if stale := {str(result.version) for result in results} - {str(version)}:
+    job.rollout(episodes, generate_with(engine), job.tokenizer)
+    samples = [_sample(job, episode) for episode in episodes]
+    if stale := {str(sample.result.version) for sample in samples} - {str(version)}:
         raise EngineError(f"rollout: weights {', '.join(sorted(stale))} made samples, expected {version} only")
-    groups = [group for group in range(len(records)) for _ in range(settings.group_size)]
-    return [
-        _sample(job, record=records[group], group=group, request=request, result=result)
-        for group, request, result in zip(groups, requests, results, strict=True)
-    ]
+    return samples
 
 
 def sampling_params(job: Job, *, temperature: float) -> SamplingParams:
     """What every request of a run samples with."""
+    s = job.settings
     return SamplingParams(
-        max_tokens=job.settings.max_new_tokens, temperature=temperature, stop_token_ids=job.stop_token_ids
+        max_tokens=s.max_new_tokens,
+        temperature=temperature,
+        stop_token_ids=job.stop_token_ids,
+        top_p=s.top_p,
+        top_k=s.top_k,
     )
 
 
-def in_order(requests: Sequence[GenerationRequest], results: Iterable[GenerationResult]) -> list[GenerationResult]:
-    """Results in the order of their requests.
-
-    Raises:
-        EngineError: a request failed, was aborted or has no result; names the first five.
-    """
-    by_id = {result.request_id: result for result in results}
-    problems = []
-    for request in requests:
-        result = by_id.get(request.request_id)
-        if result is None or result.finish_reason not in ("stop", "length"):
-            reason = "no result" if result is None else result.error or result.finish_reason
-            problems.append(f"{request.request_id}: {reason}")
-    if problems:
-        raise EngineError(f"rollout: {len(problems)} of {len(requests)} requests failed: {'; '.join(problems[:5])}")
-    return [by_id[request.request_id] for request in requests]
+def rewards(judge: Judge, samples: Sequence[Sample]) -> list[float | None]:
+    """The reward of each sample, None where the reward function failed. Raises what the judge does."""
+    return judge([
+        judged(sample.request.request_id, sample.record, sample.response, sample.result) for sample in samples
+    ])  # fmt: skip
 
 
-def rewards(job: Job, samples: Sequence[Sample]) -> list[float]:
-    """The reward of each sample. Raises what `checked_reward` does."""
-    return [
-        checked_reward(
-            job.reward,
-            where=sample.request.request_id,
-            prompt=sample.record.prompt,
-            response=sample.response,
-            response_token_ids=list(sample.result.token_ids),
-            label=sample.record.label,
-            metadata=sample.record.metadata,
-        )
-        for sample in samples
-    ]
+def judged(where: str, record: Record, response: str, result: GenerationResult) -> dict[str, Any]:
+    """What a reward function is told of a sample."""
+    return {
+        "where": where,
+        "prompt": record.prompt,
+        "response": response,
+        "response_token_ids": list(result.token_ids),
+        "label": record.label,
+        "metadata": record.metadata,
+    }
 
 
-def train_samples(samples: Sequence[Sample], advantages: Sequence[float]) -> list[TrainSample]:
-    """What the trainer learns from."""
+def train_samples(samples: Sequence[Sample]) -> list[TrainSample]:
+    """What the trainer is given of the samples; advantages are still to come."""
     import torch
 
     from adapters.megatron.packing import TrainSample
@@ -124,31 +120,37 @@ def train_samples(samples: Sequence[Sample], advantages: Sequence[float]) -> lis
             prompt_token_ids=sample.request.prompt_token_ids,
             response_token_ids=sample.result.token_ids,
             rollout_logprobs=sample.result.logprobs,
-            advantage=advantage,
+            loss_mask=sample.loss_mask,
             trace=torch.from_numpy(sample.rows.astype("int64")),
             temperature=sample.request.sampling.temperature,
         )
-        for sample, advantage in zip(samples, advantages, strict=True)
+        for sample in samples
     ]
 
 
-def metrics(job: Job, update: int, samples: Sequence[Sample], rewards: Sequence[float]) -> dict[str, Any]:
+def metrics(job: Job, update: int, samples: Sequence[Sample], rewards: Sequence[float | None]) -> dict[str, Any]:
     """What rank 0 knows of an update before training. `weight_version` is the one the engine serves after it."""
     traces = [(sample.rows, len(sample.request.prompt_token_ids)) for sample in samples]
+    given = [reward for reward in rewards if reward is not None]
+    drawn = [x for s in samples for x, own in zip(s.result.logprobs, _mask(s), strict=True) if own]
     return {
         "update": update,
         "weight_version": update,
-        "reward_mean": fmean(rewards),
+        "reward_mean": fmean(given),
+        "reward_failures": len(rewards) - len(given),
         "num_tokens": sum(len(sample.result.token_ids) for sample in samples),
         "response_length_mean": fmean(len(sample.result.token_ids) for sample in samples),
+        "response_length_max": max(len(sample.result.token_ids) for sample in samples),
         "truncated_share": fmean(sample.result.finish_reason == "length" for sample in samples),
+        "entropy_estimate": -fmean(drawn),
+        "staleness": max(update - 1 - sample.result.version.update for sample in samples),
         "execution": job.depth.plan(update),
         **job.part("trace").metrics(traces, job.config),
     }
 
 
 def to_json(
-    job: Job, samples: Sequence[Sample], rewards: Sequence[float], advantages: Sequence[float]
+    job: Job, samples: Sequence[Sample], rewards: Sequence[float | None], advantages: Sequence[float]
 ) -> Iterator[dict[str, Any]]:
     """The lines of OUT/rollouts: everything needed to read, replay or score each sample."""
     for sample, reward, advantage in zip(samples, rewards, advantages, strict=True):
@@ -160,6 +162,7 @@ def to_json(
             "response": sample.response,
             "label": sample.record.label,
             "logprobs": list(result.logprobs),
+            **({"loss_mask": list(sample.loss_mask)} if sample.loss_mask else {}),
             **job.part("trace").describe(sample.rows, len(request.prompt_token_ids), job.config),
             "execution": request.execution,
             "seed": result.seed,
@@ -171,7 +174,16 @@ def to_json(
         }
 
 
-def _sample(job: Job, *, record: Record, group: int, request: GenerationRequest, result: GenerationResult) -> Sample:
+def sample_of(
+    job: Job,
+    *,
+    record: Record,
+    group: int,
+    request: GenerationRequest,
+    result: GenerationResult,
+    loss_mask: tuple[bool, ...],
+) -> Sample:
+    """A sample of what an engine reported. Raises ValueError, naming it, if its trace does not fit."""
     num_prompt_tokens = len(request.prompt_token_ids)
     rows = job.part("trace").rows_of(
         result.trace,
@@ -181,4 +193,17 @@ def _sample(job: Job, *, record: Record, group: int, request: GenerationRequest,
         where=request.request_id,
     )
     response = job.tokenizer.decode(result.token_ids, skip_special_tokens=True)
-    return Sample(record=record, group=group, request=request, result=result, rows=rows, response=response)
+    return Sample(
+        record=record, group=group, request=request, result=result, rows=rows, response=response, loss_mask=loss_mask
+    )
+
+
+def _sample(job: Job, episode: Episode) -> Sample:
+    result, mask = episode.whole()
+    return sample_of(
+        job, record=episode.record, group=episode.group, request=episode.request, result=result, loss_mask=mask
+    )
+
+
+def _mask(sample: Sample) -> Sequence[bool]:
+    return sample.loss_mask or [True] * len(sample.result.token_ids)

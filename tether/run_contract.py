@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tether.rewards import RewardFunction, source_of
+from tether.episodes import RolloutFunction, single_turn
+from tether.functions import source_of
+from tether.rewards import RewardFunction
 from tether.settings import UNCONTRACTED, Settings
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -20,14 +22,22 @@ MODEL_FILES = ("config.json", "*.safetensors")
 CHUNK_BYTES = 16 << 20
 
 
-def run_contract(*, model: Path, data: Path, settings: Settings, reward: RewardFunction) -> dict[str, Any]:
+def run_contract(
+    *,
+    model: Path,
+    data: Sequence[Path],
+    settings: Settings,
+    reward: RewardFunction,
+    rollout: RolloutFunction = single_turn,
+) -> dict[str, Any]:
     """The contract of a run. Reads every byte of the model once."""
     kept = {name: value for name, value in dataclasses.asdict(settings).items() if name not in UNCONTRACTED}
     return {
         "model_digest": digest_files(path for pattern in MODEL_FILES for path in sorted(model.glob(pattern))),
         "tokenizer_digest": digest_files(model / name for name in TOKENIZER_FILES if (model / name).is_file()),
-        "data_digest": digest_files([data]),
+        "data_digest": digest_files(data),
         "reward_digest": _short(hashlib.blake2b(source_of(reward))),
+        **({"rollout_digest": _short(hashlib.blake2b(source_of(rollout)))} if settings.rollout else {}),
         **kept,
     }
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from tether.depth import DepthSchedule
+from tether.learning_settings import LearningSettings, learning_violations, preset_lines, with_presets
 
 DTYPES = ("auto", "float32", "bfloat16")
 ENGINES = ("local",)
@@ -24,7 +25,7 @@ REPLAYS = ("rollout", "trainer", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(LearningSettings):
     """How a run samples, trains and saves.
 
     Raises:
@@ -45,8 +46,6 @@ class Settings:
     """Temperature of sampling, and of the log-probs that are trained."""
     lr: float = 1e-6
     """Peak learning rate of Adam."""
-    kl: float = 0.0
-    """Weight of a KL penalty towards a reference policy; only 0 is supported."""
     depth: str = "full"
     """Loops of generated tokens: full, fixed:K, cycle:3,4,2 (by update), {early,delayed}:THRESHOLD:MIN:MAX."""
     engine: str = "local"
@@ -71,10 +70,6 @@ class Settings:
     """Weight of the routers' z-loss."""
     rollout_devices: int = 1
     """Devices of the engine (tensor parallel)."""
-    clip_low: float = 0.2
-    """The policy ratio is clipped at 1 - clip_low."""
-    clip_high: float = 0.2
-    """The policy ratio is clipped at 1 + clip_high."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm; the norm before is logged."""
     weight_decay: float = 0.0
@@ -91,6 +86,10 @@ class Settings:
     """JSON lines of held-out prompts, answered greedily and rewarded every eval_every updates."""
     eval_every: int = 0
     """Updates between evaluations on eval_data; 0 never evaluates."""
+    eval_samples: int = 0
+    """Answers drawn to each held-out prompt for pass@1, 2, 4, ...; 0 draws none beside the greedy one."""
+    eval_pass_reward: float = 1.0
+    """Reward from which an answer passes."""
     keep_rollouts: bool = True
     """Write every sample to OUT/rollouts."""
     keep_checkpoints: int = 0
@@ -118,8 +117,10 @@ class Settings:
 
 UNCONTRACTED = frozenset(
     {"train_devices", "tensor_parallel", "expert_parallel", "rollout_devices", "engine", "save_every", "keep_rollouts",
-     "keep_checkpoints", "diagnose", "eval_data", "eval_every", "max_concurrent_samples", "kv_cache_bytes",
+     "keep_checkpoints", "diagnose", "eval_data", "eval_every", "eval_samples", "eval_pass_reward",
+     "max_concurrent_samples", "kv_cache_bytes",
      "deadline_seconds"}
+    | {name for name in LearningSettings.__dataclass_fields__ if name.startswith("trip_")}
 )  # fmt: skip
 """Settings that may change on resume: they decide where and how a run computes, not what."""
 
@@ -158,13 +159,13 @@ def parse(argv: Sequence[str] | None = None, *, prog: str = "python -m tether.tr
 
 
 def from_pairs(pairs: Sequence[str]) -> Settings:
-    """Settings from "key=value" texts; of two with the same key the later one counts.
+    """Settings from "key=value" texts; of two with the same key the later one counts. preset=NAME stands for several.
 
     Raises:
-        ValueError: a text without "=", an unknown key, or a value of the wrong type, all in one message.
+        ValueError: a text without "=", an unknown preset or key, or a value of the wrong type.
     """
     types, values, problems = get_type_hints(Settings), {}, []
-    for pair in pairs:
+    for pair in with_presets(list(pairs)):
         key, equals, text = pair.partition("=")
         if not equals or key not in types:
             problems.append(f"--set {pair}: expected key=value with a key of {', '.join(sorted(types))}")
@@ -189,9 +190,10 @@ def to_argv(arguments: RunArguments) -> list[str]:
 
 
 def describe(kind: type) -> dict[str, str]:
-    """The line under each field of a dataclass, by field name."""
+    """The line under each field of a dataclass, by field name, those of its bases first."""
+    inherited = describe(kind.__base__) if dataclasses.is_dataclass(kind.__base__) else {}
     body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body  # type: ignore[attr-defined]
-    return {
+    return inherited | {
         field.target.id: " ".join(line.value.value.split())
         for field, line in zip(body, body[1:], strict=False)
         if isinstance(field, ast.AnnAssign) and isinstance(line, ast.Expr)
@@ -217,15 +219,14 @@ def _violations(s: Settings) -> list[tuple[str, str]]:
     at_least |= {
         name: 0 for name in ("seed", "lr_warmup_updates", "lr_decay_updates", "keep_checkpoints", "eval_every")
     }
-    at_least |= {"group_size": 2, "kv_cache_bytes": 0}
+    at_least |= {"group_size": 2, "kv_cache_bytes": 0, "eval_samples": 0}
     bad = [(name, f"an integer >= {low}") for name, low in at_least.items() if getattr(s, name) < low]
-    positive = ("temperature", "lr", "clip_low", "clip_high", "max_grad_norm", "deadline_seconds")
+    positive = ("temperature", "lr", "max_grad_norm", "deadline_seconds")
     bad += [(n, "a finite number > 0") for n in positive if not (math.isfinite(getattr(s, n)) and getattr(s, n) > 0)]
     rules = {
         "dtype": (s.dtype in DTYPES, f"one of {', '.join(DTYPES)}"),
         "engine": (s.engine in ENGINES, f"one of {', '.join(ENGINES)}"),
         "weight_decay": (math.isfinite(s.weight_decay) and s.weight_decay >= 0, "a finite number >= 0"),
-        "kl": (s.kl == 0, "0: a KL penalty needs a reference policy, which is not supported; clipping bounds the step"),
         "router_replay": (s.router_replay in REPLAYS, f"one of {', '.join(REPLAYS)}"),
         "balance_coefficient": (math.isfinite(s.balance_coefficient) and s.balance_coefficient >= 0, "finite, >= 0"),
         "router_z_coefficient": (math.isfinite(s.router_z_coefficient) and s.router_z_coefficient >= 0, "finite, >= 0"),
@@ -237,7 +238,7 @@ def _violations(s: Settings) -> list[tuple[str, str]]:
     }
     for name in ("tensor_parallel", "expert_parallel"):
         rules[name] = (s.train_devices % max(1, getattr(s, name)) == 0, f"a divisor of train_devices={s.train_devices}")
-    return bad + [(name, want) for name, (holds, want) in rules.items() if not holds]
+    return bad + [(name, want) for name, (holds, want) in rules.items() if not holds] + learning_violations(s)
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
@@ -245,7 +246,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Trains a policy by GRPO: rollouts by vLLM, training by Megatron-Core, weights kept the same.",
-        epilog="settings (--set key=value) and their defaults:\n" + settings_table(Settings()),
+        epilog=f"settings (--set key=value) and their defaults:\n{settings_table(Settings())}\n\n"
+        f"shorthands for several settings:\n{preset_lines()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     for name in ("model", "data", "out"):

@@ -11,19 +11,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from adapters.contract import EngineError, derive_seed
+from tether.learn import grpo_settings
 from tether.memory import cache_bytes, estimate
 from tether.prepare import Job
 from tether.progress import last_lines
 from tether.ranks import from_rank_zero, rank
 from tether.recovery import MAX_RESTARTS
+from tether.reward_process import Judge, RewardProcesses
 from tether.settings import settings_table
 
 if TYPE_CHECKING:
+    from adapters.megatron.reference import ReferencePolicy
     from adapters.megatron.routing import RouterSettings
     from adapters.megatron.trainer import Trainer
     from adapters.vllm_engine.local import LocalEngine
     from adapters.vllm_engine.settings import EngineSettings
-    from tether.settings import Settings
 
 ENGINE_LOG = "engine.log"
 SMALLEST_CACHE_BYTES = 64 << 20
@@ -98,7 +100,6 @@ def trainer(job: Job) -> Iterator[Trainer]:
     import torch
 
     from adapters.megatron import runtime
-    from adapters.megatron.grpo import GrpoSettings
     from adapters.megatron.optimizer import OptimizerSettings
     from adapters.megatron.trainer import Trainer
 
@@ -120,26 +121,44 @@ def trainer(job: Job) -> Iterator[Trainer]:
         )
     )
     try:
-        options = {"router": router_settings(s)} if getattr(job.config, "num_experts", 0) else {}
+        options = {"router": router_settings(job)} if getattr(job.config, "num_experts", 0) else {}
         model = job.part("model").build(job.config, dtype=getattr(torch, s.dtype), recompute=s.recompute, **options)
         yield Trainer(
             model,
             optimizer=optimizer,
-            grpo=GrpoSettings(clip_low=s.clip_low, clip_high=s.clip_high),
+            grpo=grpo_settings(s),
             tokens_per_microbatch=s.tokens_per_microbatch,
         )
     finally:
         runtime.shutdown()
 
 
-def router_settings(settings: Settings) -> RouterSettings:
-    """How the routers of a model with experts are trained."""
+@contextlib.contextmanager
+def judge(job: Job) -> Iterator[Judge]:
+    """The reward function in processes of its own, which end with this; they start when they are needed."""
+    s = job.settings
+    log = job.directory.logs / "reward.log"
+    with RewardProcesses(s.reward, timeout_seconds=s.reward_timeout_seconds, log_path=log) as processes:
+        yield processes
+
+
+def reference_policy(job: Job, trainer: Trainer) -> ReferencePolicy | None:
+    """The model that the run began with, when a KL penalty asks for it."""
+    from adapters.megatron.reference import ReferencePolicy
+
+    return ReferencePolicy(trainer, job.source) if job.settings.kl else None
+
+
+def router_settings(job: Job) -> RouterSettings:
+    """How the routers of a model with experts are trained, and from which load on an update is refused."""
     from adapters.megatron.routing import RouterSettings
 
+    settings, wire = job.settings, job.tripwires.wires["router"]
     return RouterSettings(
         balance_coefficient=settings.balance_coefficient,
         z_coefficient=settings.router_z_coefficient,
         replay=settings.router_replay,  # type: ignore[arg-type]
+        least_effective_experts=0.0 if wire.action == "off" else wire.threshold * job.config.top_k,
     )
 
 

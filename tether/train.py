@@ -19,18 +19,21 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from adapters.contract import EngineError, derive_seed
-from tether import checkpoint, evaluate, rollout, start
-from tether.data import PromptOrder
+from tether import checkpoint, evaluate, start
 from tether.diagnose import unreplayed_difference
+from tether.guard import train_on
+from tether.learn import to_learn
 from tether.prepare import Job, prepare
 from tether.progress import Progress, closing_lines, say
 from tether.ranks import from_rank_zero, rank
 from tether.recovery import with_restarts
 from tether.settings import parse
+from tether.source import RolloutSource
+from tether.tripwires import TripwireStop, stop_if_asked
 
 if TYPE_CHECKING:
     from adapters.contract import Engine
-    from adapters.megatron.packing import TrainSample
+    from adapters.megatron.reference import ReferencePolicy
     from adapters.megatron.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -72,7 +75,9 @@ class Run:
     trainer: Trainer
     engine: Engine | None
     """None on every rank but 0."""
-    order: PromptOrder
+    rollouts: RolloutSource
+    reference: ReferencePolicy | None
+    """What a KL penalty holds on to; None without one."""
     state: checkpoint.State
 
 
@@ -84,8 +89,10 @@ def train(job: Job) -> None:
         trainer = stack.enter_context(start.trainer(job))
         state = checkpoint.restore(job, trainer)
         engine = wait_for_engine()
-        order = PromptOrder(len(job.records), seed=job.settings.seed)
-        run = Run(job=job, trainer=trainer, engine=engine, order=order, state=state)
+        judge = stack.enter_context(start.judge(job))
+        rollouts = stack.enter_context(RolloutSource(job, engine=engine, judge=judge))
+        reference = start.reference_policy(job, trainer)
+        run = Run(job=job, trainer=trainer, engine=engine, rollouts=rollouts, reference=reference, state=state)
 
         publish(run)
         if state.update == 0:
@@ -94,7 +101,7 @@ def train(job: Job) -> None:
             while run.state.update < job.arguments.updates:
                 try:
                     progress.show(one_update(run))
-                except EngineError:
+                except (EngineError, TripwireStop):
                     save_before_stopping(run)
                     raise
         from_rank_zero(lambda: start.export(job))
@@ -102,23 +109,37 @@ def train(job: Job) -> None:
 
 
 def one_update(run: Run) -> dict[str, Any]:
-    """One GRPO update, from prompts to files. Returns its line of metrics."""
+    """One GRPO update, from prompts to files. Returns its line of metrics.
+
+    Raises:
+        EngineError: the engine is lost for good.
+        TripwireStop: a tripwire stopped the run; `run.state` is what it was before the update, or after it.
+    """
     from adapters.megatron.runtime import require_equal
 
     job, clock, update = run.job, Clock(), run.state.update + 1
     require_equal("the execution plan", derive_seed(job.depth.plan(update)))
 
-    samples, metrics = from_rank_zero(lambda: generate(run, update))
+    batch, position, metrics = run.rollouts.take(run.state)
+    run.rollouts.make_ahead(update + 1, version=run.state.version, position=position)
     clock.lap("rollout_seconds")
+    samples, figures = to_learn(batch, job.settings, run.reference)
+    metrics |= figures
+    run.rollouts.keep(update, [sample.advantage for sample in samples])
+    clock.lap("advantage_seconds")
     if job.settings.diagnose:
         metrics |= unreplayed_difference(run.trainer, samples)
         clock.lap("diagnose_seconds")
-    metrics |= run.trainer.train(samples)
+    watch, trips = train_on(run.trainer, samples, metrics, wires=job.tripwires, watch=run.state.watch)
     clock.lap("train_seconds")
+    pending = run.rollouts.finish_ahead()
+    clock.lap("wait_seconds")
     run.state = replace(
         run.state,
         update=update,
-        position=run.state.position + job.settings.prompts_per_update,
+        position=position,
+        watch=watch,
+        pending=pending,
         metrics={**metrics, **clock.seconds},
     )
     publish(run)
@@ -126,37 +147,21 @@ def one_update(run: Run) -> dict[str, Any]:
     metrics |= from_rank_zero(lambda: held_out(run, update))
     clock.lap("evaluate_seconds")
     run.state = replace(run.state, metrics={**metrics, **clock.seconds, "save_seconds": None})
-    if update % job.settings.save_every == 0 or update == job.arguments.updates:
+    stops = any(trip.action == "stop" for trip in trips)
+    if update % job.settings.save_every == 0 or update == job.arguments.updates or stops:
         checkpoint.save(job, run.trainer, run.state)
     clock.lap("save_seconds")
     metrics |= clock.seconds
     from_rank_zero(lambda: job.directory.append_metrics(metrics))
+    stop_if_asked(trips)
     return metrics
-
-
-def generate(run: Run, update: int) -> tuple[list[TrainSample], dict[str, Any]]:
-    """Rollouts, rewards and advantages of one update: what the trainer learns from, and their figures. Rank 0 only."""
-    from adapters.megatron.grpo import group_advantages
-
-    job, state = run.job, run.state
-    assert run.engine is not None
-    records = [job.records[i] for i in run.order.take(state.position, job.settings.prompts_per_update)]
-    engine = run.engine
-    samples = with_restarts(
-        engine, lambda: rollout.collect(engine, job, update=update, version=state.version, records=records)
-    )
-    rewards = rollout.rewards(job, samples)
-    advantages = group_advantages(rewards, [sample.group for sample in samples])
-    if job.settings.keep_rollouts:
-        job.directory.write_rollouts(update, rollout.to_json(job, samples, rewards, advantages))
-    return rollout.train_samples(samples, advantages), rollout.metrics(job, update, samples, rewards)
 
 
 def held_out(run: Run, update: int) -> dict[str, Any]:
     """Figures on prompts that are not trained on, when this update is one to evaluate after. Rank 0 only."""
     engine = run.engine
     assert engine is not None
-    return with_restarts(engine, lambda: evaluate.held_out(engine, run.job, update))
+    return with_restarts(engine, lambda: evaluate.held_out(engine, run.job, run.rollouts.judge, update))
 
 
 def publish(run: Run) -> None:

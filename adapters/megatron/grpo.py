@@ -36,7 +36,6 @@ REPORTED = (
     "mismatch_kl",
     "mismatch_weight_mean",
     "mismatch_bound_fraction",
-    "entropy_estimate",
 )
 
 
@@ -145,7 +144,6 @@ def policy_loss(scores: Tensor, batch: PackedBatch, settings: GrpoSettings) -> P
         "mismatch_kl": torch.expm1(apart) - apart,
         "mismatch_weight_mean": weights,
         "mismatch_bound_fraction": bound,
-        "entropy_estimate": -rollout,
     }
     if settings.kl_coefficient:
         reference = trainer.detach() if batch.reference_logprobs is None else batch.reference_logprobs  # no row at all

@@ -6,7 +6,6 @@ Legend: R scored rows, V vocabulary, H hidden width.
 from __future__ import annotations
 
 from collections.abc import Callable
-
 from typing import Any
 
 import torch
@@ -85,6 +84,6 @@ class _Entropy(torch.autograd.Function):
         return sums[0].log() - mean
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         probabilities, shifted, mean = ctx.saved_tensors
         return grad[:, None] * probabilities * (mean[:, None] - shifted)

@@ -87,7 +87,7 @@ class Trainer:
             RuntimeError: the ranks disagree; nothing was changed.
         """
         limits, parts = limits or StepLimits(), self._parts(samples)
-        statistics, norms, refused, routing = self._statistics(), [], [], []
+        statistics, norms, refused, routing = self._statistics(), list[float](), list[StepRefused](), []
         learning_rate = max(group["lr"] for group in self.optimizer.param_groups)
         for part in parts:
             try:

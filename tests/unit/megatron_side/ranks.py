@@ -56,8 +56,9 @@ def alone(folder: Path) -> dict[str, Any]:
     saved = tensors_of(trainer)
     drawn = torch.rand(3)
     metrics = trainer.train(make_samples(5, seed=3))
+    found["losses"] = losses(folder)
     return {
-        **found, "losses": losses(folder), "before": before, "saved": saved, "drawn": drawn, "metrics": metrics, "after": tensors_of(trainer)
+        **found, "before": before, "saved": saved, "drawn": drawn, "metrics": metrics, "after": tensors_of(trainer)
     }  # fmt: skip
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tether.rewards import checked_reward, exact_match, last_number_match, load_reward, source_of
+from tether.functions import source_of
+from tether.rewards import checked_reward, exact_match, last_number_match, load_reward
 
 
 def call(function: Any, response: str, label: Any) -> float:

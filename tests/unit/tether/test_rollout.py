@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -14,6 +17,7 @@ from adapters.contract import EngineError, GenerationRequest, GenerationResult, 
 from providers.ouro.trace import to_trace
 from tether import evaluate, rollout
 from tether.prepare import Job, prepare
+from tether.rewards import checked_reward, load_reward
 from tether.settings import RunArguments, Settings
 
 EOS = 0
@@ -103,10 +107,16 @@ def test_a_trace_that_does_not_fit_names_the_sample(job: Job) -> None:
         collect(ScriptedEngine(loops=5), job)
 
 
+def judge(samples: Any) -> list[float | None]:
+    """The reward function in this process."""
+    function = load_reward("tether.rewards:exact_match")
+    return [checked_reward(function, **sample) for sample in samples]
+
+
 def test_files_and_metrics_tell_what_happened(job: Job) -> None:
     """A line of OUT/rollouts is enough to replay the sample; the depths are those of the response tokens."""
     samples = collect(ScriptedEngine(loops=3), job)
-    rewards = rollout.rewards(job, samples)
+    rewards = rollout.rewards(judge, samples)
     line = json.loads(json.dumps(next(iter(rollout.to_json(job, samples, rewards, [0.5] * 6)))))
     seed = derive_seed(9, 1, 0, 0)
     assert line == {
@@ -132,14 +142,39 @@ def test_files_and_metrics_tell_what_happened(job: Job) -> None:
 
 def test_train_samples_carry_the_trace_of_their_inputs(job: Job) -> None:
     """One row per input token: the last generated token never was one."""
-    for sample in rollout.train_samples(collect(ScriptedEngine(loops=3), job), [1.0] * 6):
+    for sample in rollout.train_samples(collect(ScriptedEngine(loops=3), job)):
         assert sample.trace is not None and sample.trace.tolist() == [4, 4, 4, 3, 2]
         assert sample.num_inputs == 5 and list(sample.rollout_logprobs) == [-0.5, -0.25, -0.125]
 
 
 def test_evaluation_is_greedy_and_only_when_due(job: Job) -> None:
-    """Held-out prompts get one answer each, at temperature 0."""
-    engine = ScriptedEngine()
-    assert evaluate.held_out(engine, job, 1) == {}
-    assert evaluate.held_out(engine, job, 2) == {"eval_reward_mean": 0.0}
+    """Held-out prompts get one answer each, at temperature 0, and figures of what the answers look like."""
+    engine = ScriptedEngine(loops=3)
+    assert evaluate.held_out(engine, job, judge, 1) == {}
+    assert evaluate.held_out(engine, job, judge, 2) == {
+        "eval_reward_mean": 0.0,
+        "eval_stop_share": 1.0,
+        "eval_response_length_mean": 3.0,
+        "eval_depth_mean": 3.0,
+        "eval_depth_histogram": [0, 3, 3, 3],
+    }
     assert [request.sampling.temperature for request in engine.requests] == [0.0] * 3
+
+
+def test_pass_at_k_is_the_share_of_subsets(job: Job) -> None:
+    """Of answers that pass by a rule, pass@k counted over all subsets; the drawn answers have seeds of their own."""
+    drawing = dataclasses.replace(job, settings=job.settings.replace(eval_samples=4))
+    engine, told = ScriptedEngine(), []
+
+    def every_third(samples: Any) -> list[float | None]:
+        told.append(samples)
+        return [float(i % 3 == 0) for i in range(len(samples))]
+
+    figures = evaluate.held_out(engine, drawing, every_third, 2)
+    passed = [[i % 3 == 0 for i in range(first, first + 4)] for first in (0, 4, 8)]
+    for k in (1, 2, 4):
+        want = fmean(fmean(any(subset) for subset in itertools.combinations(each, k)) for each in passed)
+        assert figures[f"eval_pass_at_{k}"] == pytest.approx(want)
+    assert [len(each) for each in told] == [3, 12]
+    assert len({request.seed for request in engine.requests[3:]}) == 12
+    assert {request.sampling.temperature for request in engine.requests[3:]} == {1.0}

@@ -86,7 +86,7 @@ def contract(tmp_path: Path, **changes: object) -> dict:
     from tether.rewards import exact_match
 
     settings = Settings(**changes)  # type: ignore[arg-type]
-    return run_contract(model=tmp_path, data=tmp_path / "data.jsonl", settings=settings, reward=exact_match)
+    return run_contract(model=tmp_path, data=[tmp_path / "data.jsonl"], settings=settings, reward=exact_match)
 
 
 @pytest.fixture

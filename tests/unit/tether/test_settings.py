@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tether.learn import grpo_settings
+from tether.learning_settings import PRESETS
 from tether.settings import RunArguments, Settings, describe, from_pairs, parse, settings_table
 
 REQUIRED = ["--model", "M", "--data", "D", "--out", "O", "--updates", "4"]
@@ -52,7 +54,12 @@ def test_parser_reads_everything() -> None:
         ("lr=nan", "lr: got nan"),
         ("temperature=0", "temperature: got 0.0"),
         ("group_size=1", "group_size: got 1, expected an integer >= 2"),
-        ("kl=0.1", "kl: got 0.1, expected 0: a KL penalty needs a reference policy"),
+        ("kl=-1", "kl: got -1.0, expected a finite number >= 0"),
+        ("kl_in=nowhere", "kl_in: got 'nowhere', expected one of loss, reward"),
+        ("top_p=0.9", "top_p: got 0.9, expected 1: trained log-probs are over the whole vocabulary"),
+        ("top_k=20", "top_k: got 20, expected 0: trained"),
+        ("truncated=drop", "truncated: got 'drop', expected one of count, mask"),
+        ("preset=ppo", "expected one of cispo, dapo, dr_grpo, grpo, gspo, rloo"),
         ("dtype=float16", "dtype: got 'float16', expected one of auto, float32, bfloat16"),
         ("engine=remote", "engine: got 'remote'"),
         ("reward=exact_match", "expected module:function"),
@@ -71,7 +78,7 @@ def test_wrong_settings_are_refused_with_what_was_expected(pair: str, message: s
 def test_all_wrong_settings_are_named_in_one_message() -> None:
     """One run shows every mistake."""
     with pytest.raises(ValueError) as refused:
-        Settings(lr=-1, group_size=0, kl=1, depth="x")
+        Settings(lr=-1, group_size=0, kl=-1, depth="x")
     assert all(name in str(refused.value) for name in ("lr:", "group_size:", "kl:", "depth:"))
 
 
@@ -82,3 +89,28 @@ def test_command_line_errors_exit_with_2(capsys: pytest.CaptureFixture[str]) -> 
             parse(argv)
         assert stopped.value.code == 2
     assert "expected at least 1" in capsys.readouterr().err
+
+
+def test_presets_stand_for_settings_and_yield_to_those_given() -> None:
+    """Wherever the preset stands in the command line; and every preset is one that the loss accepts."""
+    got = from_pairs(["clip_high=0.3", "preset=dapo", "seed=4"])
+    assert (got.clip_high, got.drop_uninformative, got.truncated, got.seed) == (0.3, True, "mask", 4)
+    for name in PRESETS:
+        grpo_settings(from_pairs([f"preset={name}"]))
+
+
+@pytest.mark.parametrize(
+    ("pair", "message"),
+    [
+        ("loss=ppo", "loss: got 'ppo'"),
+        ("loss=gspo", "gspo's ratio is one of whole sequences"),
+        ("mismatch=often", "correction: got 'often'"),
+        ("old_policy=rollout", "the ratio has it in already"),
+        ("clip_low=2", "clip_low: got 2.0, expected in (0, 1]"),
+    ],
+)
+def test_losses_that_do_not_go_together_are_refused(pair: str, message: str) -> None:
+    """`prepare` builds the loss before anything heavy starts."""
+    with pytest.raises(ValueError) as refused:
+        grpo_settings(from_pairs([pair]))
+    assert message in str(refused.value)

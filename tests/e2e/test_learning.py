@@ -1,0 +1,38 @@
+"""Every way of learning resumes bitwise: two updates in one go equal one and a resumed one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.recipe import assert_equal_runs, finish, read_lines, start
+
+pytestmark = pytest.mark.slow
+FEATURES = {
+    "ahead": ["overlap_rollouts=true", "kl=0.05", "mini_batches=2", "epochs=2", "drop_uninformative=true"],
+    "sequences": ["preset=gspo", "mismatch=sequence_mask", "entropy_bonus=0.01", "depth=early:0.6:2:4"],
+    "rewards": ["preset=rloo", "truncated=mask", "trip_grad_norm=skip:1.5", "trip_entropy=skip:0.01"],
+}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_three_updates_equal_one_and_a_resumed_two(tmp_path: Path, name: str) -> None:
+    """Parameters, moments, metrics and samples, with what is remembered and what is pending in the checkpoint."""
+    settings = tuple(part for pair in [*FEATURES[name], "save_every=1"] for part in ("--set", pair))
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    finish(start(whole, "--updates", "3", settings=settings), whole)
+    finish(start(parts, "--updates", "1", settings=settings), parts)
+    finish(start(parts, "--updates", "3", "--resume", settings=settings), parts)
+    assert_equal_runs(whole, parts, update=3)
+    for update in range(1, 4):
+        files = [out / "rollouts" / f"update_{update:07d}.jsonl" for out in (whole, parts)]
+        one, other = ([{**line, "weight_version": None} for line in read_lines(file)] for file in files)
+        assert one == other and one
+    lines = read_lines(whole / "metrics.jsonl")
+    versions = [
+        read_lines(whole / "rollouts" / f"update_{u:07d}.jsonl")[0]["weight_version"]["update"] for u in (1, 2, 3)
+    ]
+    assert versions == ([0, 0, 1] if name == "ahead" else [0, 1, 2])
+    if name == "ahead":
+        assert lines[0]["num_steps"] == 4 and lines[2]["clip_fraction"] is not None and lines[1]["reference_kl"] > 0
