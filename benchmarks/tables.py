@@ -49,13 +49,13 @@ def publication(record: Record) -> str:
     """Phases of a publication beside the copy of the same bytes."""
     results = record["results"]
     rows = [
-        [name, f"{times['median']:.2f}", f"{times['min']:.2f}", f"{times['max']:.2f}"]
+        [name, f"{times['median']:.3f}", f"{times['min']:.3f}", f"{times['max']:.3f}"]
         for name, times in results["seconds"].items()
     ]
     copies, overwrites = (results[f"ratio_to_{name}"]["median"] for name in ("copy", "overwrite"))
     size = f"{results['num_parameters'] / 1e6:.0f} million parameters, {results['num_bytes'] / 1e6:.0f} MB"
     table = _markdown(["phase", "median s", "min", "max"], rows)
-    ratios = f"a publication takes {copies:.1f} copies into new memory (limit 3), {overwrites:.0f} overwrites"
+    ratios = f"a publication takes {copies:.1f} copies into new memory, {overwrites:.0f} overwrites"
     return f"{table}\n\n{size}; {ratios}; {_source(record)}."
 
 
@@ -67,6 +67,9 @@ def sequences(record: Record) -> str:
 TABLES: dict[str, Callable[[Record], str]] = {
     "fault_matrix_cpu": fault_matrix,
     "publication_cpu": publication,
+    "publication_cuda_host": publication,
+    "publication_cuda_shadow": publication,
+    "publication_cuda_ipc": publication,
     "sequences_cpu": sequences,
 }
 
