@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tether.functions import source_of
-from tether.rewards import checked_reward, exact_match, last_number_match, load_reward
+from tether.rewards import checked_reward, exact_match, last_number_match, load_reward, math_equal
 
 
 def call(function: Any, response: str, label: Any) -> float:
@@ -36,6 +36,21 @@ def test_exact_match_ignores_only_spaces_at_the_ends() -> None:
 def test_last_number_match_compares_last_numbers(response: str, label: Any, want: float) -> None:
     """The last number counts, commas aside; no number is never right."""
     assert call(last_number_match, response, label) == want
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "want"),
+    [
+        (r"so it is \boxed{\frac{1}{2}}", "0.5", 1),
+        (r"The answer is $1 + x^2$.", "x^2+1", 1),
+        ("I get 1,234", 1234, 1),
+        (r"\boxed{3}", "4", 0),
+        ("I do not know", "4", 0),
+    ],
+)
+def test_math_equal_compares_meanings(response: str, label: Any, want: float) -> None:
+    """The same number or expression in another form is right."""
+    assert call(math_equal, response, label) == want
 
 
 @pytest.mark.parametrize(
