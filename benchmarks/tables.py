@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.record import RESULTS
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ("docs/publication.md",)
+DOCUMENTS = ("docs/publication.md", "docs/parallelism.md")
 Record = dict[str, Any]
 
 
@@ -64,8 +64,46 @@ def sequences(record: Record) -> str:
     return f"{_markdown(['what', 'count'], rows)}\n\n{_source(record)}."
 
 
+def layout_matrix(record: Record) -> str:
+    """One row a layout against one process; below, how many crossings and resumes were bitwise."""
+    cells = record["results"]["cells"]
+    figures = ("scores", "losses", "gradients", "grad_norm")
+    rows = [
+        [c["model"], c["layout"], *(f"{c[name]:.1e}" if c["ok"] else "**failed**" for name in figures)]
+        for c in cells
+        if c["check"] == "layout"
+    ]
+    counts = {
+        check: f"{sum(c['ok'] for c in of)} of {len(of)}"
+        for check in ("crossing", "resume")
+        if (of := [c for c in cells if c["check"] == check])
+    }
+    text = (
+        f"Largest difference from one process, of gradients relative to the largest of their tensor. Checkpoints that "
+        f"crossed from one layout to another bitwise: {counts['crossing']}. Runs of 3 + 3 updates bitwise equal to 6 "
+        "(fp32 and bf16, optimizer distributed and replicated, save synchronous and asynchronous, one process and "
+        f"two): {counts['resume']}."
+    )
+    return f"{_markdown(['model', 'layout', *figures], rows)}\n\n{text} {_source(record)}."
+
+
+def checkpoint(record: Record) -> str:
+    """Seconds of each way to save and load beside torch's own."""
+    results = record["results"]
+    rows = [
+        [name, f"{times['median']:.2f}", f"{times['min']:.2f}", f"{times['max']:.2f}"]
+        for name, times in results["seconds"].items()
+    ]
+    size = f"{results['num_parameters'] / 1e6:.0f} million parameters, {results['num_bytes'] / 1e6:.0f} MB with masters"
+    ratio = results["ratio_to_torch_save"]["median"]
+    table = _markdown(["what", "median s", "min", "max"], rows)
+    return f"{table}\n\n{size} and moments; a save takes {ratio:.1f} times torch.save; {_source(record)}."
+
+
 TABLES: dict[str, Callable[[Record], str]] = {
+    "checkpoint_cpu": checkpoint,
     "fault_matrix_cpu": fault_matrix,
+    "layout_matrix_cpu": layout_matrix,
     "publication_cpu": publication,
     "publication_cuda_host": publication,
     "publication_cuda_shadow": publication,

@@ -1,19 +1,27 @@
 # The body of every examples/NAME/run.sh, which sources it after setting
 #   name           of the example: its folder, its demo
-#   recipe         the path by which run.sh was called; its lines 2 to 11 are the usage
+#   recipe         the path by which run.sh was called; its lines 2 to 13 are the usage
 #   demo_settings  what suits the demo, before the caller's own settings
 # shellcheck shell=bash disable=SC2154
 
 root=$(cd "$(dirname "$recipe")/../.." && pwd)
-usage() { sed -n '2,11s/^# \{0,1\}//p' "$recipe"; }
+usage() { sed -n '2,13s/^# \{0,1\}//p' "$recipe"; }
 fail() { echo "run.sh: $1" >&2; usage >&2; exit 2; }
 
-positional=() settings=() switches=() out='' updates='' train_devices=1
+positional=() settings=() switches=() launch=() out='' updates='' train_devices=1
 while [ $# -gt 0 ]; do
   case $1 in
     -h | --help) help=yes ;;
     --resume) resume=yes switches+=(--resume) ;;
     --dry-run) switches+=(--dry-run) ;;
+    --resume-from | --allow-change | --max-restarts | --nodes | --node-rank | --rendezvous)
+      [ $# -ge 2 ] || fail "$1 needs a value"
+      case $1 in
+        --resume-from) resume=yes switches+=("$1" "$2") ;;
+        --allow-change) switches+=("$1" "$2") ;;
+        *) launch+=("$1" "$2") ;;
+      esac
+      shift ;;
     --out | --updates | --set)
       [ $# -ge 2 ] || fail "$1 needs a value"
       case $1 in
@@ -61,9 +69,12 @@ else
   again=("$model" "$data" "$out" "$updates" ${settings[@]+"${settings[@]}"})
 fi
 
-launcher=("$python")
-if [ "$train_devices" != 1 ]; then launcher+=(-m torch.distributed.run --standalone --nproc-per-node "$train_devices"); fi
+# One process that nobody restarts needs no launcher; a dry run starts none.
+module=tether.train
+if [ "$train_devices" != 1 ] || [ ${#launch[@]} != 0 ]; then
+  case " ${switches[*]-} " in *" --dry-run "*) launch=() ;; *) module=tether.launch again+=(${launch[@]+"${launch[@]}"}) ;; esac
+fi
 TETHER_RECIPE=$(printf ' %q' "$recipe" "${again[@]}")
 export TETHER_RECIPE=${TETHER_RECIPE# }
-exec "${launcher[@]}" -m tether.train --model "$model" --data "$data" --out "$out" --updates "$updates" \
+exec "$python" -m $module ${launch[@]+"${launch[@]}"} --model "$model" --data "$data" --out "$out" --updates "$updates" \
   ${switches[@]+"${switches[@]}"} ${settings[@]+"${settings[@]}"}

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "train": ("tether.train", "train a model by GRPO: rollouts, updates, publication, checkpoints, export"),
+    "launch": ("tether.launch", "the same in several processes, on one machine or several, restarted when it fails"),
+    "checkpoint": ("tether.checkpoint", "list, show, compare and verify the checkpoints of a run"),
     "convert": ("tether.convert", "import, export and verify Hugging Face directories"),
 }
 

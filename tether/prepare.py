@@ -6,6 +6,7 @@ Each trainer process resolves for itself; only the main one reads the whole mode
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,8 @@ from types import ModuleType
 from typing import Any
 
 from adapters.hf_convert.directory import HFDirectory
+from adapters.megatron import checkpoint_files
+from adapters.parallelism import Parallelism
 from providers.registry import Part, provider
 from tether.data import Record, load_records, load_tokenizer
 from tether.depth import DepthSchedule
@@ -55,6 +58,8 @@ class Job:
     """Tokens that end a response."""
     contract: dict[str, Any]
     """Empty on all processes but the main one."""
+    changes: dict[str, Any]
+    """Fields of the contract that a resume was allowed to change, with [before, now]; known to the main process."""
 
     def part(self, name: Part) -> ModuleType:
         """A module of the model's provider."""
@@ -88,6 +93,7 @@ def prepare(arguments: RunArguments, *, is_main: bool = True) -> Job:
     making = _rollout(settings)
     grpo_settings(settings)
     more = parse_files(settings.more_data)
+    _check_parallelism(settings, config, is_dry_run=arguments.dry_run)
     depth = _depth(settings, source, config)
     tokenizer = load_tokenizer(arguments.model)
     read = partial(
@@ -97,7 +103,13 @@ def prepare(arguments: RunArguments, *, is_main: bool = True) -> Job:
         vocab_size=config.vocab_size,
     )
     files = [read(path) for path in (arguments.data, *(path for path, _ in more))]
-    job = Job(
+    contract = _contract(arguments, settings, reward, making) if is_main else {}
+    changes = {}
+    if is_main and arguments.resume:
+        changes = check_contract(
+            saved=run["contract"], now=contract, where=directory.path, allowed=arguments.allow_change
+        )
+    return Job(
         arguments=arguments,
         settings=settings,
         directory=directory,
@@ -111,11 +123,9 @@ def prepare(arguments: RunArguments, *, is_main: bool = True) -> Job:
         tripwires=Tripwires.parse(settings),
         depth=depth,
         stop_token_ids=tuple(sorted(set(_stop_token_ids(source, tokenizer)))),
-        contract=_contract(arguments, settings, reward, making) if is_main else {},
+        contract=contract,
+        changes=changes,
     )
-    if is_main and arguments.resume:
-        check_contract(saved=run["contract"], now=job.contract, where=directory.path)
-    return job
 
 
 def _check_out(directory: RunDirectory, arguments: RunArguments) -> dict[str, Any]:
@@ -123,7 +133,8 @@ def _check_out(directory: RunDirectory, arguments: RunArguments) -> dict[str, An
     if not arguments.resume:
         directory.check_free()
         return {}
-    run, done = directory.read_run(), directory.newest_checkpoint() or 0
+    run = directory.read_run()
+    done = checkpoint_files.number(directory.checkpoint_to_resume(arguments.resume_from))
     if arguments.updates < done:
         raise ValueError(
             f"--updates: got {arguments.updates}, expected at least {done}: {directory.path} has done that many already"
@@ -155,6 +166,29 @@ def _rollout(settings: Settings) -> RolloutFunction:
     return function_named(
         settings.rollout, what="rollout", signature=signature, episodes=[], generate=None, tokenizer=None
     )
+
+
+def _check_parallelism(settings: Settings, config: Any, *, is_dry_run: bool) -> None:
+    """Raises ValueError if the model cannot be trained on such a layout, or other processes were started."""
+    s = settings
+    problems = config.parallel_problems(
+        Parallelism(
+            devices=s.train_devices,
+            tensor=s.tensor_parallel,
+            expert=s.expert_parallel,
+            pipeline=s.pipeline_parallel,
+            context=s.context_parallel,
+            sequence=s.sequence_parallel,
+        )
+    )
+    world = int(os.environ.get("WORLD_SIZE", s.train_devices if is_dry_run else 1))
+    if world != s.train_devices:
+        problems.append(
+            f"train_devices: got {s.train_devices} in {world} process(es), expected as many; "
+            "`python -m tether.launch` starts them"
+        )
+    if problems:
+        raise ValueError("this model cannot be trained so:\n  " + "\n  ".join(problems))
 
 
 def _depth(settings: Settings, source: HFDirectory, config: Any) -> DepthSchedule:

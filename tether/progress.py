@@ -73,17 +73,34 @@ def last_lines(path: Path, count: int = 15) -> str:
 
 
 def closing_lines(arguments: RunArguments) -> str:
-    """Where the run is, how to go on with it and how to export it.
-
-    A recipe that started this process says in TETHER_RECIPE how it is called again.
-    """
-    python = min(os.path.relpath(sys.executable), sys.executable, key=len)
+    """Where the run is, how to go on with it and how to export it."""
     out = shlex.quote(str(arguments.out))
-    recipe = os.environ.get("TETHER_RECIPE") or f"{python} -m tether.train {shlex.join(to_argv(arguments))}"
     return "\n".join(
         [
             f"run:    {out} (metrics.jsonl, rollouts/, checkpoints/, hf/, logs/)",
-            f"resume: {recipe} --updates {2 * arguments.updates} --resume",
-            f"export: {python} -m tether.convert export {out} HF_DIR",
+            resume_line(arguments, 2 * arguments.updates),
+            f"export: {_python()} -m tether.convert export {out} HF_DIR",
         ]
     )
+
+
+def stopped_lines(arguments: RunArguments, update: int, reason: str | None) -> str:
+    """That a run stopped as it was asked to, where it stands, and how to go on."""
+    why = reason or "another process was asked to stop"
+    return "\n".join(
+        [
+            f"stopped after update {update} of {arguments.updates} ({why}); its checkpoint is complete",
+            resume_line(arguments, arguments.updates),
+        ]
+    )
+
+
+def resume_line(arguments: RunArguments, updates: int) -> str:
+    """The command that goes on. A recipe that started this process says in TETHER_RECIPE how it is called again."""
+    module = "tether.launch" if arguments.settings.train_devices > 1 else "tether.train"
+    recipe = os.environ.get("TETHER_RECIPE") or f"{_python()} -m {module} {shlex.join(to_argv(arguments))}"
+    return f"resume: {recipe} --updates {updates} --resume"
+
+
+def _python() -> str:
+    return min(os.path.relpath(sys.executable), sys.executable, key=len)

@@ -22,6 +22,15 @@ def rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
+def on_any_rank(holds: bool) -> bool:
+    """Whether something holds on some rank: the same answer on every one. All ranks must call this together."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return holds
+    answers: list = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, holds)
+    return any(answers)
+
+
 def from_rank_zero(work: Callable[[], T]) -> T:
     """Runs `work` on rank 0 and gives every rank its result. All ranks must call this together.
 

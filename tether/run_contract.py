@@ -42,15 +42,32 @@ def run_contract(
     }
 
 
-def check_contract(*, saved: Mapping[str, Any], now: Mapping[str, Any], where: Path) -> None:
-    """Raises ValueError, naming each field with both values, unless the two contracts are equal."""
-    names = sorted(name for name in saved.keys() | now.keys() if saved.get(name) != now.get(name))
-    if names:
+def check_contract(
+    *, saved: Mapping[str, Any], now: Mapping[str, Any], where: Path, allowed: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Compares the contract of a run with that of its resume.
+
+    Args:
+        allowed: fields that may differ.
+
+    Returns:
+        The allowed fields that do differ, each with [before, now].
+
+    Raises:
+        ValueError: another field differs (named, with both values), or no field has an allowed name.
+    """
+    allowed, known = set(allowed), saved.keys() | now.keys()
+    if unknown := sorted(allowed - known):
+        raise ValueError(f"--allow-change {', '.join(unknown)}: expected one of {', '.join(sorted(known))}")
+    differing = sorted(name for name in known if saved.get(name) != now.get(name))
+    if names := [name for name in differing if name not in allowed]:
         lines = [f"  {name}: the run has {saved.get(name)!r}, now {now.get(name)!r}" for name in names]
         raise ValueError(
             f"{where}: cannot resume, the run contract differs:\n" + "\n".join(lines) + "\n"
-            "Give the same model, data and settings, or start another run in another directory."
+            "Give the same model, data and settings, allow a change by name (--allow-change "
+            f"{names[0]}), or start another run in another directory."
         )
+    return {name: [saved.get(name), now.get(name)] for name in differing}
 
 
 def digest_files(paths: Iterable[Path]) -> str:

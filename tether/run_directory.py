@@ -11,7 +11,9 @@ hf/                           the export
 
 from __future__ import annotations
 
+import fcntl
 import json
+import logging
 import os
 import re
 import time
@@ -20,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from adapters.megatron import checkpoint_files
+
+logger = logging.getLogger(__name__)
 
 ROLLOUT_NAME = re.compile(r"update_(\d+)\.jsonl$")
 
@@ -36,12 +40,17 @@ class RunDirectory:
         self.logs, self.hf = path / "logs", path / "hf"
 
     def check_free(self) -> None:
-        """Raises ValueError if OUT is a file or holds anything, another run above all."""
+        """Raises ValueError if OUT is a file or holds anything, another run above all.
+
+        A run that ended before its first checkpoint has done nothing; it may be started again.
+        """
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"{self.path}: a file is in the way; choose another --out")
+        if self.run_file.exists() and not checkpoint_files.checkpoints(self.checkpoints) and not self.has_metrics():
+            return
         if self.run_file.exists():
             raise ValueError(f"{self.path}: holds another run; add --resume to go on with it, or choose another --out")
-        if self.path.is_dir() and (found := sorted(p.name for p in self.path.iterdir())):
+        if self.path.is_dir() and (found := sorted(p.name for p in self.path.iterdir() if p.name != ".lock")):
             raise ValueError(f"{self.path}: not empty ({', '.join(found[:5])}); choose another --out")
 
     def read_run(self) -> dict[str, Any]:
@@ -60,10 +69,42 @@ class RunDirectory:
             raise ValueError(f"{self.run_file}: holds no run contract; the run cannot be resumed")
         return run
 
-    def newest_checkpoint(self) -> int | None:
-        """Update of the newest complete checkpoint; None before the first."""
+    def checkpoint_to_resume(self, update: int | None = None) -> Path:
+        """The newest checkpoint, or that of an update.
+
+        Raises:
+            ValueError: there is none, or it is damaged.
+        """
+        if update is not None:
+            path = checkpoint_files.final_name(self.checkpoints, update)
+            checkpoint_files.require_whole(path)
+            return path
         newest = checkpoint_files.latest(self.checkpoints)
-        return None if newest is None else int(newest.name.removeprefix("iter_"))
+        if newest is None:
+            raise ValueError(
+                f"{self.path}: no checkpoint to resume from. The run ended before its first one was complete, so "
+                "nothing is lost; start it again without --resume"
+            )
+        return newest
+
+    def has_metrics(self) -> bool:
+        """Whether an update was ever finished here."""
+        return self.metrics_file.exists() and self.metrics_file.stat().st_size > 0
+
+    def lock(self) -> None:
+        """Keeps OUT for this process until it ends.
+
+        Raises:
+            ValueError: another process has it.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.path / ".lock").open("w")  # the lock ends with the descriptor, however the process does
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{self.path}: another process is running there; wait for it or stop it") from None
+        except OSError as error:
+            logger.warning("%s: this file system has no locks (%s); do not start two runs there", self.path, error)
 
     def create(self, run: Mapping[str, Any]) -> None:
         """Makes the directories and writes run.json, atomically."""

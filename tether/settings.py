@@ -21,6 +21,7 @@ from tether.learning_settings import LearningSettings, learning_violations, pres
 
 DTYPES = ("auto", "float32", "bfloat16")
 ENGINES = ("local",)
+SAVE_FORMATS = ("reshardable", "same_layout")
 REPLAYS = ("rollout", "trainer", "none")
 
 
@@ -57,11 +58,23 @@ class Settings(LearningSettings):
     tokens_per_microbatch: int = 4096
     """Most tokens in one packed forward and backward."""
     train_devices: int = 1
-    """Trainer processes; more than one need torchrun."""
+    """Trainer processes; more than one need `tether launch` or torchrun."""
     tensor_parallel: int = 1
     """Trainer processes that share one copy of the model; divides train_devices."""
     expert_parallel: int = 1
     """Trainer processes that divide the experts of a layer among them; divides train_devices."""
+    sequence_parallel: bool = False
+    """Cut activations between projections over tensor-parallel processes too; always so in models with experts."""
+    pipeline_parallel: int = 1
+    """Stages of layers; see docs/parallelism.md for what a model supports."""
+    context_parallel: int = 1
+    """Trainer processes that share a sequence; see docs/parallelism.md."""
+    distributed_optimizer: bool = True
+    """Data-parallel processes divide masters and moments among them; false keeps them whole on each."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients while the last micro-batch's backward pass still runs."""
+    overlap_param_gather: bool = False
+    """Gather stepped parameters when they are next needed; needs overlap_grad_reduce and distributed_optimizer."""
     router_replay: str = "rollout"
     """Experts of a training pass: rollout (the recorded ones), trainer (the trainer's own at the start), or none."""
     balance_coefficient: float = 0.01
@@ -92,8 +105,16 @@ class Settings(LearningSettings):
     """Reward from which an answer passes."""
     keep_rollouts: bool = True
     """Write every sample to OUT/rollouts."""
-    keep_checkpoints: int = 0
+    keep_last: int = 0
     """Newest checkpoints to keep; 0 keeps all."""
+    keep_every: int = 0
+    """Checkpoints of every so many updates are kept for good, whatever keep_last says; 0 makes no exception."""
+    async_save: bool = False
+    """Write checkpoints while training goes on; the last one is always waited for."""
+    save_format: str = "reshardable"
+    """reshardable, or same_layout: cheaper to save, for the layout that wrote it; the last one is reshardable."""
+    stop_after_seconds: float = 0.0
+    """Time after which the run finishes its update, saves and ends; 0 is no limit."""
     max_concurrent_samples: int = 64
     """Samples the engine decodes at the same time."""
     kv_cache_bytes: int = 0
@@ -116,8 +137,10 @@ class Settings(LearningSettings):
 
 
 UNCONTRACTED = frozenset(
-    {"train_devices", "tensor_parallel", "expert_parallel", "rollout_devices", "engine", "save_every", "keep_rollouts",
-     "keep_checkpoints", "diagnose", "eval_data", "eval_every", "eval_samples", "eval_pass_reward",
+    {"train_devices", "tensor_parallel", "expert_parallel", "sequence_parallel", "pipeline_parallel",
+     "context_parallel", "distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "rollout_devices",
+     "engine", "save_every", "keep_rollouts", "keep_last", "keep_every", "async_save", "save_format",
+     "stop_after_seconds", "diagnose", "eval_data", "eval_every", "eval_samples", "eval_pass_reward",
      "max_concurrent_samples", "kv_cache_bytes",
      "deadline_seconds"}
     | {name for name in LearningSettings.__dataclass_fields__ if name.startswith("trip_")}
@@ -139,6 +162,10 @@ class RunArguments:
     """Update at which the run ends; on resume, counted from the very first."""
     resume: bool = False
     """Go on from the newest checkpoint in OUT."""
+    resume_from: int | None = None
+    """Go on from the checkpoint of this update instead; newer ones are set aside."""
+    allow_change: tuple[str, ...] = ()
+    """A field of the run contract that may differ on resume (lr, data_digest, ...); may be repeated."""
     dry_run: bool = False
     """Resolve and check everything, print it, start nothing."""
     settings: Settings = dataclasses.field(default_factory=Settings)
@@ -153,6 +180,10 @@ def parse(argv: Sequence[str] | None = None, *, prog: str = "python -m tether.tr
         if got["updates"] < 1:
             raise ValueError(f"--updates: got {got['updates']}, expected at least 1")
         settings = from_pairs(got.pop("set"))
+        got["resume"] = got["resume"] or got["resume_from"] is not None
+        got["allow_change"] = tuple(got["allow_change"])
+        if got["allow_change"] and not got["resume"]:
+            raise ValueError("--allow-change: expected it together with --resume")
         return RunArguments(**got, settings=settings)
     except ValueError as error:
         parser.error(str(error))
@@ -214,10 +245,10 @@ def _convert(text: str, kind: type) -> Any:
 def _violations(s: Settings) -> list[tuple[str, str]]:
     """(field, what was expected) of every field outside its range."""
     at_least = {name: 1 for name in ("prompts_per_update", "max_new_tokens", "save_every", "tokens_per_microbatch")}
-    sizes = ("train_devices", "tensor_parallel", "expert_parallel", "rollout_devices", "max_concurrent_samples")
-    at_least |= dict.fromkeys(sizes, 1)
+    at_least |= dict.fromkeys(("tensor_parallel", "expert_parallel", "pipeline_parallel", "context_parallel"), 1)
+    at_least |= dict.fromkeys(("train_devices", "rollout_devices", "max_concurrent_samples"), 1)
     at_least |= {
-        name: 0 for name in ("seed", "lr_warmup_updates", "lr_decay_updates", "keep_checkpoints", "eval_every")
+        name: 0 for name in ("seed", "lr_warmup_updates", "lr_decay_updates", "keep_last", "keep_every", "eval_every")
     }
     at_least |= {"group_size": 2, "kv_cache_bytes": 0, "eval_samples": 0}
     bad = [(name, f"an integer >= {low}") for name, low in at_least.items() if getattr(s, name) < low]
@@ -230,6 +261,12 @@ def _violations(s: Settings) -> list[tuple[str, str]]:
         "router_replay": (s.router_replay in REPLAYS, f"one of {', '.join(REPLAYS)}"),
         "balance_coefficient": (math.isfinite(s.balance_coefficient) and s.balance_coefficient >= 0, "finite, >= 0"),
         "router_z_coefficient": (math.isfinite(s.router_z_coefficient) and s.router_z_coefficient >= 0, "finite, >= 0"),
+        "save_format": (s.save_format in SAVE_FORMATS, f"one of {', '.join(SAVE_FORMATS)}"),
+        "stop_after_seconds": (math.isfinite(s.stop_after_seconds) and s.stop_after_seconds >= 0, "finite, >= 0"),
+        "overlap_param_gather": (
+            not s.overlap_param_gather or (s.overlap_grad_reduce and s.distributed_optimizer),
+            "true only with overlap_grad_reduce and distributed_optimizer",
+        ),
         "eval_data": (
             bool(s.eval_data) or s.eval_every == 0,
             "a file of held-out prompts, because eval_every is not 0",
@@ -254,6 +291,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", type=Path, required=True, metavar=name.upper(), help=lines[name])
     parser.add_argument("--updates", type=int, required=True, metavar="N", help=lines["updates"])
     parser.add_argument("--resume", action="store_true", help=lines["resume"])
+    parser.add_argument("--resume-from", type=int, metavar="UPDATE", help=lines["resume_from"])
+    parser.add_argument("--allow-change", action="append", default=[], metavar="FIELD", help=lines["allow_change"])
     parser.add_argument("--dry-run", action="store_true", help=lines["dry_run"])
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="one setting; may be repeated")
     return parser

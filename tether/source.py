@@ -13,12 +13,12 @@ from typing import Any
 
 from adapters.contract import Engine, Version
 from tether import gather, rollout
-from tether.checkpoint import State
 from tether.gather import Rollouts
 from tether.learn import Batch
 from tether.prepare import Job
 from tether.ranks import from_rank_zero, rank
 from tether.reward_process import Judge
+from tether.saving import State
 
 
 class RolloutSource:

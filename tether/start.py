@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from adapters.contract import EngineError, derive_seed
 from tether.learn import grpo_settings
@@ -34,6 +34,7 @@ SMALLEST_CACHE_BYTES = 64 << 20
 def files(job: Job) -> None:
     """Makes OUT and writes run.json (rank 0); sends the log of this process to OUT/logs."""
     if rank() == 0:
+        job.directory.lock()
         paths = {name: str(getattr(job.arguments, name).resolve()) for name in ("model", "data")}
         job.directory.create({**paths, "settings": dataclasses.asdict(job.settings), "contract": job.contract})
     job.directory.logs.mkdir(parents=True, exist_ok=True)
@@ -100,7 +101,7 @@ def trainer(job: Job) -> Iterator[Trainer]:
     import torch
 
     from adapters.megatron import runtime
-    from adapters.megatron.optimizer import OptimizerSettings
+    from adapters.megatron.optimizer import DataParallelSettings, OptimizerSettings
     from adapters.megatron.trainer import Trainer
 
     s = job.settings
@@ -121,13 +122,20 @@ def trainer(job: Job) -> Iterator[Trainer]:
         )
     )
     try:
-        options = {"router": router_settings(job)} if getattr(job.config, "num_experts", 0) else {}
+        options: dict[str, Any] = {"router": router_settings(job)} if getattr(job.config, "num_experts", 0) else {}
+        if s.sequence_parallel:
+            options["sequence_parallel"] = True
         model = job.part("model").build(job.config, dtype=getattr(torch, s.dtype), recompute=s.recompute, **options)
         yield Trainer(
             model,
             optimizer=optimizer,
             grpo=grpo_settings(s),
             tokens_per_microbatch=s.tokens_per_microbatch,
+            parallel=DataParallelSettings(
+                distributed_optimizer=s.distributed_optimizer,
+                overlap_grad_reduce=s.overlap_grad_reduce,
+                overlap_param_gather=s.overlap_param_gather,
+            ),
         )
     finally:
         runtime.shutdown()

@@ -1,7 +1,7 @@
 """The driver: generate, reward, advantages, train, publish, evaluate, save.
 
     python -m tether.train --model M --data D --out O --updates N [--resume] [--set key=value ...] [--dry-run]
-    torchrun --nproc-per-node 2 -m tether.train ... --set train_devices=2
+    python -m tether.launch ... --set train_devices=2       the same in several processes, restarted when it fails
 
 Every rank trains; rank 0 also owns the engine, the data and the files of the run. What rank 0 does alone reaches the
 others through `from_rank_zero`, its errors included.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -19,22 +18,24 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from adapters.contract import EngineError, derive_seed
-from tether import checkpoint, evaluate, start
+from tether import evaluate, saving, start
 from tether.diagnose import unreplayed_difference
 from tether.guard import train_on
 from tether.learn import to_learn
 from tether.prepare import Job, prepare
-from tether.progress import Progress, closing_lines, say
-from tether.ranks import from_rank_zero, rank
+from tether.progress import Progress, closing_lines, say, stopped_lines
+from tether.ranks import from_rank_zero, on_any_rank, rank
 from tether.recovery import with_restarts
 from tether.settings import parse
 from tether.source import RolloutSource
+from tether.stopping import StopRequests
 from tether.tripwires import TripwireStop, stop_if_asked
 
 if TYPE_CHECKING:
     from adapters.contract import Engine
     from adapters.megatron.reference import ReferencePolicy
     from adapters.megatron.trainer import Trainer
+    from tether.settings import RunArguments
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +44,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """One command line, from its checks to the export.
 
     Returns:
-        The exit code: 0, 2 for input that cannot be used, 1 for a run that failed, 130 for one that was interrupted.
+        The exit code: 0 (also for a run that was asked to stop), 2 for input that cannot be used, 1 for a run that
+        failed. A second signal ends the process with 128 + its number.
     """
     arguments = parse(argv)
-    signal.signal(signal.SIGTERM, _interrupt)
+    with StopRequests(limit_seconds=arguments.settings.stop_after_seconds) as stop:
+        return _run(arguments, stop)
+
+
+def _run(arguments: RunArguments, stop: StopRequests) -> int:
     try:
         job = prepare(arguments, is_main=rank() == 0)
     except ValueError as error:
@@ -56,10 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(start.dry_run_report(job))
         return 0
     try:
-        train(job)
-    except KeyboardInterrupt:
-        say("tether: interrupted. The newest checkpoint is whole; --resume goes on from it")
-        return 130
+        train(job, stop)
     except Exception as error:
         logger.exception("the run failed")
         say(start.failure_report(job, error), every_rank=True)
@@ -78,32 +81,43 @@ class Run:
     rollouts: RolloutSource
     reference: ReferencePolicy | None
     """What a KL penalty holds on to; None without one."""
-    state: checkpoint.State
+    state: saving.State
+    saver: saving.Saver
 
 
-def train(job: Job) -> None:
-    """Does the updates that are missing, from the start or from the newest checkpoint, and exports the result."""
+def train(job: Job, stop: StopRequests) -> None:
+    """Does the updates that are missing, from the start or from a checkpoint, and exports the result.
+
+    Asked to stop, it ends with a checkpoint after the update it is in; nothing is exported then.
+    """
     with contextlib.ExitStack() as stack:
         start.files(job)
         wait_for_engine = stack.enter_context(start.launch_engine(job))
         trainer = stack.enter_context(start.trainer(job))
-        state = checkpoint.restore(job, trainer)
+        state = saving.restore(job, trainer)
         engine = wait_for_engine()
         judge = stack.enter_context(start.judge(job))
         rollouts = stack.enter_context(RolloutSource(job, engine=engine, judge=judge))
         reference = start.reference_policy(job, trainer)
-        run = Run(job=job, trainer=trainer, engine=engine, rollouts=rollouts, reference=reference, state=state)
+        saver = saving.Saver(job, trainer, resumed=state if job.arguments.resume else None)
+        run = Run(
+            job=job, trainer=trainer, engine=engine, rollouts=rollouts, reference=reference, state=state, saver=saver
+        )
 
         publish(run)
-        if state.update == 0:
-            checkpoint.save(job, trainer, state)
+        saver.save(state)
         with Progress(total=job.arguments.updates, done=state.update) as progress:
-            while run.state.update < job.arguments.updates:
+            while run.state.update < job.arguments.updates and not on_any_rank(stop.reason() is not None):
                 try:
                     progress.show(one_update(run))
                 except (EngineError, TripwireStop):
-                    save_before_stopping(run)
+                    saver.save(run.state, is_final=True)
                     raise
+        saver.save(run.state, is_final=True)
+        if run.state.update < job.arguments.updates:
+            from_rank_zero(lambda: job.directory.append_event("stopped", update=run.state.update))
+            say(stopped_lines(job.arguments, run.state.update, stop.reason()))
+            return
         from_rank_zero(lambda: start.export(job))
     say(closing_lines(job.arguments))
 
@@ -148,8 +162,9 @@ def one_update(run: Run) -> dict[str, Any]:
     clock.lap("evaluate_seconds")
     run.state = replace(run.state, metrics={**metrics, **clock.seconds, "save_seconds": None})
     stops = any(trip.action == "stop" for trip in trips)
+    run.saver.poll()
     if update % job.settings.save_every == 0 or update == job.arguments.updates or stops:
-        checkpoint.save(job, run.trainer, run.state)
+        run.saver.save(run.state, is_final=stops or update == job.arguments.updates)
     clock.lap("save_seconds")
     metrics |= clock.seconds
     from_rank_zero(lambda: job.directory.append_metrics(metrics))
@@ -181,12 +196,6 @@ def publish(run: Run) -> None:
     from_rank_zero(to_engine)
 
 
-def save_before_stopping(run: Run) -> None:
-    """The engine cannot be kept alive: what was trained since the last checkpoint is saved. All ranks together."""
-    if from_rank_zero(run.job.directory.newest_checkpoint) != run.state.update:
-        checkpoint.save(run.job, run.trainer, run.state)
-
-
 def exhaust(tensors: Any) -> None:
     """Takes part in the gathers that are left: a rank that leaves early strands the others until their deadline."""
     for _ in tensors:
@@ -204,11 +213,6 @@ class Clock:
         """Ends a phase that began with the one before."""
         now = time.perf_counter()
         self.seconds[name], self._last = round(now - self._last, 4), now
-
-
-def _interrupt(*_: object) -> None:
-    """SIGTERM ends a run as Ctrl-C does: the engine is closed on the way out."""
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

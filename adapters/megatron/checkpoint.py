@@ -3,244 +3,284 @@
     DIRECTORY/iter_0000004/   parameters, optimizer, scheduler, generators (Megatron's files) and tether.json
     DIRECTORY/latest          the name of the newest complete one
 
-A parameter's key is its Hugging Face name and has one global shape, so a checkpoint written under one tensor- and
-data-parallel layout loads under another. Every function is collective unless it says otherwise.
+A parameter's key is its Hugging Face name and has one global shape, so a reshardable checkpoint written under one
+layout loads under another. Every function is collective unless it says otherwise.
 """
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
-import queue
-import random
+import re
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.serialization import (
-    get_default_load_sharded_strategy,
-    get_default_save_sharded_strategy,
-)
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-    FullyParallelLoadStrategyWrapper,
-    FullyParallelSaveStrategyWrapper,
-)
+from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.core.dist_checkpointing.validation import StrictHandling
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from adapters.megatron import checkpoint_files as files
-from adapters.megatron.runtime import raise_together
+from adapters.megatron import checkpoint_state as contents
+from adapters.megatron import generators
+from adapters.megatron.checkpoint_files import Retention
+from adapters.megatron.checkpoint_writer import Writing
+from adapters.megatron.runtime import device, raise_together
 from adapters.megatron.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
-# Only this sharding of the optimizer's state can be loaded under another layout; it gathers the state at each save.
-SHARDING = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "singleton_local_shards": False,
-    "chained_optim_avoid_prefix": True,
-}
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A checkpoint that is durable."""
+
+    path: Path
+    update: int
+    format: str
+    """reshardable or same_layout."""
+    stall_seconds: float
+    """How long training stood still for it, on this rank."""
+    duration_seconds: float
+    """From its beginning until it was durable."""
 
 
-def save(directory: Path, trainer: Trainer, extra: dict[str, Any], *, update: int | None = None, keep: int = 0) -> Path:
-    """Writes iter_NNNNNNN under a staging name, syncs it to disk, renames it, and then moves the `latest` pointer.
+def save(
+    directory: Path,
+    trainer: Trainer,
+    extra: dict[str, Any],
+    *,
+    update: int | None = None,
+    retention: Retention | None = None,
+    format: str = "reshardable",
+) -> Path:
+    """Writes a checkpoint and waits until it is durable: `begin` and `PendingSave.complete`. Returns its directory."""
+    return begin(directory, trainer, extra, update=update, retention=retention, format=format).complete().path
 
-    A kill at any moment leaves the checkpoint that `latest` named before, whole.
+
+def begin(
+    directory: Path,
+    trainer: Trainer,
+    extra: dict[str, Any],
+    *,
+    update: int | None = None,
+    retention: Retention | None = None,
+    format: str = "reshardable",
+) -> PendingSave:
+    """Starts to write iter_NNNNNNN under a staging name, from a copy of the trainer's state: training may go on.
+
+    It is a checkpoint once `PendingSave.complete` has returned: synced to disk, renamed, and named by `latest`. A kill
+    at any moment before leaves the checkpoint that `latest` named before, whole.
 
     Args:
         directory: made if missing; one run writes to it.
         trainer: what to save.
         extra: JSON of the caller (data position, weight version, run contract), given back by `load`.
         update: the number in the name; the trainer's own count if left out.
-        keep: newest checkpoints to keep, 0 for all; older ones go after the new one is complete.
-
-    Returns:
-        The checkpoint's directory.
+        retention: which older ones stay once this one is complete; all, if left out.
+        format: reshardable or same_layout, see `checkpoint_state.FORMATS`.
 
     Raises:
         TypeError: extra is not JSON.
-        RuntimeError, OSError: writing failed on some rank; raised on all.
+        RuntimeError, OSError: writing could not begin on some rank; raised on all.
     """
+    begun = time.perf_counter()
     update = trainer.num_updates if update is None else update
-    text = json.dumps(extra)
-    staging, final = files.staging_name(directory, update), files.final_name(directory, update)
-    _on_rank_zero(lambda: files.prepare(staging))
-    _together(lambda: _write(staging, trainer))
-    description = {**_describe(trainer), "update": update, "extra": json.loads(text)}
-    _on_rank_zero(lambda: files.commit(staging, final, description, keep=keep))
-    return final
+    description = {**contents.describe(trainer, format), "update": update, "extra": json.loads(json.dumps(extra))}
+    trainer.gather_parameters()
+    staging = _from_rank_zero(lambda: _prepared(directory, update))
+    try:
+        writing = _together(lambda: _start(staging, trainer, format))
+    except Exception:
+        _on_rank_zero(lambda: files.discard(staging))
+        raise
+    return PendingSave(
+        staging, files.final_name(directory, update), description, writing, retention or Retention(), begun=begun
+    )
 
 
-def load(directory: Path, trainer: Trainer) -> dict[str, Any]:
-    """Restores the trainer from the newest complete checkpoint.
+class PendingSave:
+    """A checkpoint on its way to disk."""
 
-    On the layout that wrote it everything is bit-exact. Under another tensor-parallel size the generators' states have
-    no counterpart and are left as they are, which a log line says.
+    def __init__(
+        self,
+        staging: Path,
+        final: Path,
+        description: dict[str, Any],
+        writing: Writing,
+        retention: Retention,
+        *,
+        begun: float,
+    ) -> None:
+        self._staging, self._final, self._description = staging, final, description
+        self._writing, self._retention, self._begun = writing, retention, begun
+        self.stall_seconds = time.perf_counter() - begun
+
+    @property
+    def update(self) -> int:
+        return self._description["update"]
+
+    def is_written(self) -> bool:
+        """Whether every rank's files are on disk (or failed to be), so that `complete` will not wait."""
+        done = torch.tensor([self._writing.is_done], dtype=torch.int32, device=device())
+        dist.all_reduce(done, op=dist.ReduceOp.MIN)
+        return bool(done.item())
+
+    def complete(self) -> Saved:
+        """Waits for all ranks' files and makes them the newest checkpoint.
+
+        Raises:
+            RuntimeError, OSError: writing failed on some rank; raised on all. What was staged is removed, older
+                checkpoints are as they were.
+        """
+        begun = time.perf_counter()
+        try:
+            own = _together(self._finished)
+            facts: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(facts, own)
+            every = {name: fact for part in facts for name, fact in part.items()}
+            _on_rank_zero(
+                lambda: files.commit(self._staging, self._final, self._description, every, retention=self._retention)
+            )
+        except Exception as error:
+            _on_rank_zero(lambda: files.discard(self._staging))
+            error.add_note(f"{self._final.name} was not saved; older checkpoints in {self._final.parent} are whole")
+            raise
+        now = time.perf_counter()
+        self.stall_seconds += now - begun
+        return Saved(
+            path=self._final,
+            update=self.update,
+            format=self._description["sharding"],
+            stall_seconds=self.stall_seconds,
+            duration_seconds=now - self._begun,
+        )
+
+    def _finished(self) -> dict[str, tuple[int, str]]:
+        """Ends this rank's writing, then all ranks' together; the facts of the files that this rank answers for."""
+        _together(self._writing.join)
+        self._writing.finish()
+        rank = dist.get_rank()
+        names = [name for name in files.names_in(self._staging) if _writer_of(name) == rank]
+        return files.facts(self._staging, names)
+
+
+def load(
+    directory: Path, trainer: Trainer, *, path: Path | None = None, has_new_schedule: bool = False
+) -> dict[str, Any]:
+    """Restores the trainer from the newest checkpoint, or from a given one of the directory.
+
+    On the layout that wrote it everything is bit-exact. Under another one parameters, masters, moments and the schedule
+    are; the generators' states have no counterpart there and stay as the start seeded them, which a log line says.
+
+    Args:
+        path: the checkpoint; the one that `latest` names, if left out.
+        has_new_schedule: keep the learning rate, its schedule, Adam's constants and weight decay that this trainer was
+            made with; left out, they must be the saved ones.
 
     Returns:
         The extra that was saved.
 
     Raises:
-        FileNotFoundError: there is no complete checkpoint.
-        ValueError: it is of another model: names every tensor that differs, or the dtype.
+        FileNotFoundError: there is no checkpoint.
+        ValueError: it is damaged, or of another model (names every tensor that differs), dtype or optimizer, or can
+            only be loaded by the layout that wrote it.
     """
-    chosen: list[Any] = [None]
-    if dist.get_rank() == 0:
-        chosen = [latest(directory)]
-    dist.broadcast_object_list(chosen)
-    if chosen[0] is None:
+    chosen = _from_rank_zero(lambda: path or latest(directory))
+    if chosen is None:
         raise FileNotFoundError(f"{directory}: no complete checkpoint (iter_NNNNNNN)")
-    path: Path = chosen[0]
-    description = files.read_description(path)
-    _check_same_model(path, description, _describe(trainer))
-    _together(lambda: _read(path, trainer, description["layout"]))
+    _on_rank_zero(lambda: files.require_whole(chosen, deep=True))
+    description = _from_rank_zero(lambda: files.read_description(chosen))
+    contents.check_loadable(chosen, description, trainer)
+    trainer.gather_parameters()
+    _together(lambda: _read(chosen, trainer, description, has_new_schedule))
     return description["extra"]
 
 
 def latest(directory: Path) -> Path | None:
-    """The newest complete checkpoint, or None. Not collective.
-
-    It is the one that the pointer names; if that is gone or damaged, the newest complete one, with a warning.
-    Incomplete directories are never chosen and named in a warning.
-    """
+    """The checkpoint to go on from, see `checkpoint_files.latest`. Not collective."""
     return files.latest(directory)
 
 
-def _write(path: Path, trainer: Trainer) -> None:
-    _keep_results_in_process()
+def _prepared(directory: Path, update: int) -> Path:
+    staging = files.staging_name(directory, update)
+    files.prepare(staging)
+    return staging
+
+
+def _start(staging: Path, trainer: Trainer, format: str) -> Writing:
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    dist_checkpointing.save(
-        _state(trainer, is_loading=False, with_generators=True),
-        str(path),
-        sharded_strategy=FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), group),
-        content_metadata=dict(SHARDING),
-        # From 0.17 on the default asks for another package.
-        **_supported(dist_checkpointing.save, async_strategy="mcore"),
+    return Writing(
+        contents.state(trainer, format, is_loading=False, with_generators=True),
+        staging,
+        group=group,
+        metadata=contents.metadata(format),
+        live_storages=contents.live_storages(trainer),
     )
 
 
-def _keep_results_in_process() -> None:
-    """Patch: a save that is not asynchronous gets its results from a queue of this process.
-
-    Megatron-Core (0.16 to 0.19) makes a multiprocessing Manager for them: a process that takes seconds to start, holds
-    our standard output and outlives a trainer that is killed. The queue is read where it is filled.
-    """
-    if not hasattr(filesystem_async, "_results_queue"):
-        raise ImportError("this Megatron-Core keeps the results of a save elsewhere; see _keep_results_in_process")
-    if not isinstance(filesystem_async._results_queue, queue.Queue):
-        filesystem_async._results_queue = queue.Queue()
+def _writer_of(name: str) -> int:
+    """Rank that wrote a file: Megatron names tensor files __RANK_INDEX.distcp, everything else is rank 0's."""
+    match = re.fullmatch(r"__(\d+)_\d+\.distcp", name)
+    return int(match[1]) if match else 0
 
 
-def _read(path: Path, trainer: Trainer, layout: dict[str, int]) -> None:
-    same = layout["tensor_parallel"] == parallel_state.get_tensor_model_parallel_world_size()
+def _read(path: Path, trainer: Trainer, description: dict[str, Any], has_new_schedule: bool) -> None:
+    same = description["layout"] == contents.layout()
     if not same and dist.get_rank() == 0:
-        logger.warning(
-            "%s was written at tensor_parallel %d: generators keep their states", path, layout["tensor_parallel"]
-        )
+        logger.warning("%s was written at %s: generators keep their states", path, description["layout"])
+    if not has_new_schedule:  # before the load, which writes into the trainer's own memory
+        contents.check_schedule(path, dist_checkpointing.load_common_state_dict(str(path))["scheduler"], trainer)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     state = dist_checkpointing.load(
-        _state(trainer, is_loading=True, with_generators=same),
+        contents.state(trainer, description["sharding"], is_loading=True, with_generators=same),
         str(path),
         sharded_strategy=FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(path)), group),
         strict=StrictHandling.RAISE_ALL if same else StrictHandling.RAISE_UNEXPECTED,
     )
+    own = contents.constants(trainer)
     trainer.model.load_state_dict(state["model"])
     with torch.no_grad():
         trainer.optimizer.load_state_dict(state["optimizer"])
+    if has_new_schedule:
+        for group, constants in zip(trainer.optimizer.param_groups, own, strict=True):
+            group.update(constants)
+    trainer.scheduler.override_opt_param_scheduler = True  # with its own values, which are the saved ones or asked for
     trainer.scheduler.num_steps = 0  # its load_state_dict adds to the count
     trainer.scheduler.load_state_dict(state["scheduler"])
     trainer.num_updates = state["num_updates"]
     if same:
-        _set_generators(state["generators"][0])
-
-
-def _state(trainer: Trainer, *, is_loading: bool, with_generators: bool) -> dict[str, Any]:
-    """What a checkpoint holds; on loading the template that says which part this rank needs."""
-    model = trainer.model.sharded_state_dict(metadata=dict(SHARDING))
-    state = {
-        "model": model,
-        "optimizer": trainer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=dict(SHARDING)),
-        "scheduler": trainer.scheduler.state_dict(),
-        "num_updates": trainer.num_updates,
-    }
-    return state | ({"generators": _generators()} if with_generators else {})
-
-
-def _generators() -> ShardedObject:
-    """Every random state, one per tensor-parallel rank; data-parallel ranks share theirs."""
-    states = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(),
-        "tracker": get_cuda_rng_tracker().get_states(),
-    }
-    return ShardedObject(
-        "generators",
-        [states],
-        (1, parallel_state.get_tensor_model_parallel_world_size()),
-        (0, parallel_state.get_tensor_model_parallel_rank()),
-        replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
-    )
-
-
-def _set_generators(states: dict[str, Any]) -> None:
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
-    torch.cuda.set_rng_state(states["cuda"])
-    get_cuda_rng_tracker().set_states(states["tracker"])
-
-
-def _describe(trainer: Trainer) -> dict[str, Any]:
-    return {
-        "format": 1,
-        "sharding": SHARDING["distrib_optim_sharding_type"],
-        "layout": {
-            "tensor_parallel": parallel_state.get_tensor_model_parallel_world_size(),
-            "expert_parallel": parallel_state.get_expert_model_parallel_world_size(),
-            "data_parallel": parallel_state.get_data_parallel_world_size(),
-        },
-        "dtype": str(trainer.model.config.params_dtype).removeprefix("torch."),
-        "tensors": {name: list(tensor.shape) for name, tensor in trainer.model.physical.items()},
-    }
-
-
-def _check_same_model(path: Path, stored: dict[str, Any], own: dict[str, Any]) -> None:
-    """Megatron itself would load an embedding of another size without a word."""
-    have, want = stored["tensors"], own["tensors"]
-    wrong = sorted(name for name in have.keys() | want.keys() if have.get(name) != want.get(name))
-    problems = [f"{name}: checkpoint {have.get(name)}, model {want.get(name)}" for name in wrong[:10]]
-    for field in ("format", "dtype"):
-        if stored[field] != own[field]:
-            problems.append(f"{field}: checkpoint {stored[field]!r}, here {own[field]!r}")
-    if problems:
-        raise ValueError(
-            f"{path}: not a checkpoint of this model, {len(wrong)} tensor(s) differ: " + "; ".join(problems)
-        )
+        generators.restore(state["generators"])
 
 
 def _on_rank_zero(action: Callable[[], None]) -> None:
     _together(action if dist.get_rank() == 0 else lambda: None)
 
 
-def _together(action: Callable[[], None]) -> None:
-    """Runs it on every rank; an error anywhere is an error everywhere."""
+def _from_rank_zero(action: Callable[[], Any]) -> Any:
+    """Rank 0's result on every rank; its error too."""
+    box: list[Any] = [None]
+
+    def ask() -> None:
+        box[0] = action()
+
+    _on_rank_zero(ask)
+    dist.broadcast_object_list(box)
+    return box[0]
+
+
+def _together(action: Callable[[], Any]) -> Any:
+    """Runs it on every rank and returns its result; an error anywhere is an error everywhere."""
     error: Exception | None = None
+    result = None
     try:
-        action()
+        result = action()
     except Exception as caught:
         error = caught
     raise_together(error)
-
-
-def _supported(function: Callable[..., Any], **options: Any) -> dict[str, Any]:
-    """Those options that this Megatron-Core's function takes."""
-    return {name: value for name, value in options.items() if name in inspect.signature(function).parameters}
+    return result

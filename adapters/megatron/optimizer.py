@@ -58,6 +58,30 @@ class OptimizerSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DataParallelSettings:
+    """How data-parallel ranks share the optimizer's work, and what they do while they compute."""
+
+    distributed_optimizer: bool = True
+    """Each data-parallel rank keeps and steps a part of masters and moments; False keeps all of them on every rank."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients bucket by bucket during the last micro-batch's backward. An update that fails then ends the
+    trainer: reductions of the ranks that went on are still under way."""
+    overlap_param_gather: bool = False
+    """Gather stepped parameters when they are next needed; needs both of the others."""
+    bucket_elements: int | None = None
+    """Gradients in one bucket when reductions overlap; None is Megatron's own size."""
+
+    def __post_init__(self) -> None:
+        if self.overlap_param_gather and not (self.overlap_grad_reduce and self.distributed_optimizer):
+            raise ValueError(
+                "DataParallelSettings overlap_param_gather: got True, expected it only with overlap_grad_reduce and "
+                "distributed_optimizer: there are no parts to gather otherwise, and Megatron couples the two"
+            )
+        if self.bucket_elements is not None and self.bucket_elements < 1:
+            raise ValueError(f"DataParallelSettings bucket_elements: got {self.bucket_elements!r}, expected >= 1")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Wrapped:
     """A model ready to train. Its parameters keep their names on `model`; the wrappers' prefixes never leave here."""
 
@@ -66,8 +90,8 @@ class Wrapped:
     scheduler: OptimizerParamScheduler
 
 
-def wrap(model: RootModule, settings: OptimizerSettings) -> Wrapped:
-    """DDP (around Float16Module for bf16), the distributed optimizer with its state allocated, and the scheduler.
+def wrap(model: RootModule, settings: OptimizerSettings, parallel: DataParallelSettings) -> Wrapped:
+    """DDP (around Float16Module for bf16), the optimizer with its state allocated, and the scheduler.
 
     Gradients are reduced in fp32; the optimizer keeps fp32 masters. After the parameters are set from outside, call
     `optimizer.reload_model_params()`, or the next step overwrites them with the old masters.
@@ -77,11 +101,18 @@ def wrap(model: RootModule, settings: OptimizerSettings) -> Wrapped:
     ddp = DistributedDataParallel(
         config,
         DistributedDataParallelConfig(
-            use_distributed_optimizer=True, grad_reduce_in_fp32=True, check_for_nan_in_grad=False
+            use_distributed_optimizer=parallel.distributed_optimizer,
+            overlap_grad_reduce=parallel.overlap_grad_reduce,
+            overlap_param_gather=parallel.overlap_param_gather,
+            bucket_size=parallel.bucket_elements,
+            grad_reduce_in_fp32=True,
+            check_for_nan_in_grad=False,
         ),
         Float16Module(config, model) if config.bf16 else model,
     )
-    optimizer = get_megatron_optimizer(_optimizer_config(config, settings), [ddp])
+    # While micro-batches but the last one run, nothing is reduced.
+    config.no_sync_func = ddp.no_sync if parallel.overlap_grad_reduce else None
+    optimizer = get_megatron_optimizer(_optimizer_config(config, settings, parallel), [ddp])
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         # Moments exist from the start, so a checkpoint before the first update has the same tensors as a later one.
         part.init_state_fn(part.optimizer, part.config)
@@ -161,7 +192,7 @@ def _use_adam_with_megatron_layout() -> None:
         distributed.HAVE_APEX_OR_TE = distributed.USING_APEX_OPTIMIZER = True
 
 
-def _optimizer_config(config: Any, settings: OptimizerSettings) -> OptimizerConfig:
+def _optimizer_config(config: Any, settings: OptimizerSettings, parallel: DataParallelSettings) -> OptimizerConfig:
     return OptimizerConfig(
         optimizer="adam",
         lr=settings.learning_rate,
@@ -173,7 +204,8 @@ def _optimizer_config(config: Any, settings: OptimizerSettings) -> OptimizerConf
         clip_grad=settings.max_grad_norm,
         bf16=config.bf16,
         params_dtype=config.params_dtype,
-        use_distributed_optimizer=True,
+        use_distributed_optimizer=parallel.distributed_optimizer,
+        overlap_param_gather=parallel.overlap_param_gather,
     )
 
 

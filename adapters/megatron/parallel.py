@@ -25,6 +25,24 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
+from adapters.parallelism import Parallelism
+
+
+def current_parallelism(*, sequence: bool) -> Parallelism:
+    """What this process's parallel groups amount to."""
+    return Parallelism(
+        devices=torch.distributed.get_world_size(),
+        tensor=parallel_state.get_tensor_model_parallel_world_size(),
+        expert=parallel_state.get_expert_model_parallel_world_size(),
+        sequence=sequence,
+    )
+
+
+def require(problems: list[str]) -> None:
+    """Raises ValueError with all problems, if there are any."""
+    if problems:
+        raise ValueError("; ".join(problems))
+
 
 def transformer_config(*, dtype: torch.dtype, sequence_parallel: bool = False, **shape: Any) -> TransformerConfig:
     """A TransformerConfig for this process's parallel groups, without dropout and without fused kernels.
@@ -33,14 +51,9 @@ def transformer_config(*, dtype: torch.dtype, sequence_parallel: bool = False, *
     is summed and divided by the global token count once (calculate_per_token_loss). Experts are never cut by tensor
     parallelism, only divided among ranks.
 
-    Raises:
-        ValueError: sequence parallelism without tensor parallelism.
     """
-    tensor_parallel = parallel_state.get_tensor_model_parallel_world_size()
-    if sequence_parallel and tensor_parallel == 1:
-        raise ValueError("sequence_parallel: got True with tensor_parallel 1, expected tensor_parallel > 1")
     return TransformerConfig(
-        tensor_model_parallel_size=tensor_parallel,
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
         expert_tensor_parallel_size=1,
         sequence_parallel=sequence_parallel,

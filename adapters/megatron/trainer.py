@@ -20,7 +20,7 @@ from torch import Tensor
 from adapters.megatron.grpo import GrpoSettings, policy_loss
 from adapters.megatron.losses import global_count
 from adapters.megatron.metrics import TokenStatistics
-from adapters.megatron.optimizer import OptimizerSettings, wrap
+from adapters.megatron.optimizer import DataParallelSettings, OptimizerSettings, wrap
 from adapters.megatron.packing import PackedBatch, TrainSample, check_samples, pack, plan_microbatches, samples_digest
 from adapters.megatron.refusals import (
     StepLimits,
@@ -45,6 +45,7 @@ class Trainer:
         optimizer: Adam and its schedule.
         grpo: the loss, and how many steps an update makes.
         tokens_per_microbatch: most input tokens in one forward and backward.
+        parallel: how data-parallel ranks share the optimizer's work.
 
     Attributes:
         num_updates: updates made so far; a checkpoint restores it.
@@ -57,13 +58,16 @@ class Trainer:
         optimizer: OptimizerSettings,
         grpo: GrpoSettings | None = None,
         tokens_per_microbatch: int,
+        parallel: DataParallelSettings | None = None,
     ) -> None:
         if tokens_per_microbatch < 1:
             raise ValueError(f"tokens_per_microbatch: got {tokens_per_microbatch!r}, expected an integer >= 1")
         self.model, self.grpo, self.tokens_per_microbatch = model, grpo or GrpoSettings(), tokens_per_microbatch
-        wrapped = wrap(model, optimizer)
+        self.parallel = parallel or DataParallelSettings()
+        wrapped = wrap(model, optimizer, self.parallel)
         self.ddp, self.optimizer, self.scheduler = wrapped.ddp, wrapped.optimizer, wrapped.scheduler
         self.num_updates = 0
+        self._is_gathered = True
 
     def train(self, samples: Sequence[TrainSample], *, limits: StepLimits | None = None) -> dict[str, Any]:
         """One update on all samples, whatever the number of ranks and micro-batches they are cut into.
@@ -140,6 +144,7 @@ class Trainer:
         refuse_non_finite_gradients(self.model, self.ddp)
         refuse_grad_norm(self.optimizer, limits)
         _, grad_norm, _ = self.optimizer.step()
+        self._is_gathered = not self.parallel.overlap_param_gather
         return statistics, float(grad_norm)
 
     def _statistics(self) -> TokenStatistics:
@@ -172,7 +177,17 @@ class Trainer:
 
         Every rank must iterate to the end: the gathers are collective.
         """
-        return self.model.whole_tensors()
+        self.gather_parameters()
+        yield from self.model.whole_tensors()
+
+    def gather_parameters(self) -> None:
+        """Makes every rank's parameters those of the last step, before they are read outside of a forward pass.
+
+        Collective. Only an overlapped gather leaves something to do.
+        """
+        if not self._is_gathered:
+            self.ddp.start_param_sync(force_sync=True)
+            self._is_gathered = True
 
     def load_hf(self, directory: HFDirectory) -> None:
         """Sets the parameters from a Hugging Face directory, each rank reading only its slices.
@@ -180,6 +195,7 @@ class Trainer:
         Raises:
             ValueError: names or shapes differ from the model's, or a value is not finite; names every offender.
         """
+        self.gather_parameters()
         for _, own, stored in self.model.stored_parts(directory):
             own.copy_(stored)
         self.optimizer.reload_model_params()
@@ -232,7 +248,7 @@ class Trainer:
         def finalize(model: Any, num_tokens: Any = None, **groups: Any) -> None:
             nonlocal agreed
             agreed = True
-            raise_together(statistics.problem())
+            self._agree_on_loss(statistics)
             check_global_count(num_tokens, self._expected_count)
             finalize_model_grads(model, num_tokens, **groups)
 
@@ -250,6 +266,16 @@ class Trainer:
         except Exception as error:
             if not agreed:
                 raise_together(error)
+            raise
+
+    def _agree_on_loss(self, statistics: TokenStatistics) -> None:
+        try:
+            raise_together(statistics.problem())
+        except StepRefused as error:
+            if self.parallel.overlap_grad_reduce:
+                raise RuntimeError(
+                    f"{error}. Gradients are being reduced already: such a step cannot be skipped"
+                ) from error
             raise
 
     def _forward_step(self, statistics: TokenStatistics, batches: Iterator[PackedBatch], model: Any) -> Any:

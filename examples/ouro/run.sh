@@ -5,6 +5,8 @@
 #   examples/ouro/run.sh MODEL DATA OUT UPDATES [options]   the same on a real checkpoint
 #
 #   --resume          go on from the newest checkpoint in OUT
+#   --resume-from N   go on from the checkpoint of update N; --allow-change FIELD: of a setting that may differ
+#   --max-restarts N  start a run that fails again, N times at most; several machines: docs/parallelism.md
 #   --out DIR         another OUT (the demo's default: the first free one of runs/ouro-demo, runs/ouro-demo-2, ...)
 #   --updates N       another number of updates, counted from the very first
 #   --set KEY=VALUE   a setting; may be repeated (--help lists them)

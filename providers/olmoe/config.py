@@ -10,9 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from adapters import parallelism
 from adapters.hf_convert import fields
+from adapters.parallelism import Parallelism
 
 MODEL_TYPE = "olmoe"
+REFUSED = {"pipeline": parallelism.PIPELINE, "context": parallelism.CONTEXT}
+"""Kinds of parallelism that training refuses, with the reason."""
 MOST_EXPERTS = 255
 """An expert's number is a byte of the trace, and its value 255 means that no expert was recorded."""
 
@@ -63,6 +67,16 @@ class OlmoeConfig:
     def active_width(self) -> int:
         """Inner width of the feed-forward parts that a token runs."""
         return self.top_k * self.intermediate_size
+
+    def parallel_problems(self, asked: Parallelism) -> list[str]:
+        """Why this model cannot be trained so; empty if it can. Experts are divided, never cut."""
+        cut = ("num_heads", "num_kv_heads", "vocab_size")
+        return parallelism.problems(
+            asked,
+            refused=REFUSED,
+            cut_by_tensor={name: getattr(self, name) for name in cut},
+            cut_by_expert={"num_experts": self.num_experts},
+        )
 
     def __post_init__(self) -> None:
         fields.raise_all(_misfits(vars(self)), "OlmoeConfig", "OLMoE")

@@ -20,7 +20,7 @@ from torch import Tensor
 from adapters.megatron.attention import Attention as AttentionKernel
 from adapters.megatron.attention import sdpa_attention
 from adapters.megatron.moe import moe_config
-from adapters.megatron.parallel import Column, transformer_config
+from adapters.megatron.parallel import Column, current_parallelism, require, transformer_config
 from adapters.megatron.root import RootModule
 from adapters.megatron.routing import RouterSettings, UpdateRouting
 from providers.olmoe.config import OlmoeConfig
@@ -61,7 +61,12 @@ def build(
     """
     size = parallel_state.get_tensor_model_parallel_world_size()
     sequence_parallel = size > 1 if sequence_parallel is None else sequence_parallel
-    _check_divides(config, size, sequence_parallel)
+    problems = config.parallel_problems(current_parallelism(sequence=sequence_parallel))
+    if size > 1 and not sequence_parallel:
+        problems.append(
+            f"tensor_parallel {size} needs sequence_parallel: otherwise every rank would run every token's experts"
+        )
+    require(problems)
     shape = transformer_config(
         dtype=dtype,
         sequence_parallel=sequence_parallel,
@@ -90,19 +95,6 @@ def build(
         logprob_chunk_rows=logprob_chunk_rows,
         router=router or RouterSettings(),
     )
-
-
-def _check_divides(config: OlmoeConfig, tensor_parallel: int, sequence_parallel: bool) -> None:
-    experts = parallel_state.get_expert_model_parallel_world_size()
-    sizes = {n: getattr(config, n) for n in ("num_heads", "num_kv_heads", "vocab_size")}
-    cut = f"tensor_parallel {tensor_parallel}"
-    problems = [f"{cut} does not divide {name} {value}" for name, value in sizes.items() if value % tensor_parallel]
-    if config.num_experts % experts:
-        problems.append(f"expert_parallel {experts} does not divide num_experts {config.num_experts}")
-    if tensor_parallel > 1 and not sequence_parallel:
-        problems.append(f"{cut} needs sequence_parallel: otherwise every rank would run every token's experts")
-    if problems:
-        raise ValueError("; ".join(problems))
 
 
 class Olmoe(RootModule):

@@ -10,9 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from adapters import parallelism
 from adapters.hf_convert import fields
+from adapters.parallelism import Parallelism
 
 MODEL_TYPE = "ouro"
+REFUSED = {
+    "expert": "an Ouro has no experts to divide",
+    "pipeline": parallelism.PIPELINE,
+    "context": parallelism.CONTEXT,
+}
+"""Kinds of parallelism that training refuses, with the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +69,13 @@ class OuroConfig:
     def active_width(self) -> int:
         """Inner width of the feed-forward part that a token runs."""
         return self.intermediate_size
+
+    def parallel_problems(self, asked: Parallelism) -> list[str]:
+        """Why this model cannot be trained so; empty if it can."""
+        cut = ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size")
+        return parallelism.problems(
+            asked, refused=REFUSED, cut_by_tensor={name: getattr(self, name) for name in cut}, cut_by_expert={}
+        )
 
     def __post_init__(self) -> None:
         fields.raise_all(fields.misfits(vars(self)), "OuroConfig", "Ouro")

@@ -29,7 +29,9 @@ from adapters.megatron.parallel import (
     RMSNorm,
     Row,
     Sequence,
+    current_parallelism,
     pad_rows,
+    require,
     transformer_config,
 )
 from adapters.megatron.root import RootModule
@@ -60,7 +62,7 @@ def build(
     Raises:
         ValueError: sizes that the tensor-parallel ranks cannot share, all in one message.
     """
-    _check_divides(config, parallel_state.get_tensor_model_parallel_world_size())
+    require(config.parallel_problems(current_parallelism(sequence=sequence_parallel)))
     shape = transformer_config(
         dtype=dtype,
         sequence_parallel=sequence_parallel,
@@ -75,12 +77,6 @@ def build(
         activation_func=F.silu,
     )
     return Ouro(shape, config, recompute=recompute, attention=attention, logprob_chunk_rows=logprob_chunk_rows)
-
-
-def _check_divides(config: OuroConfig, size: int) -> None:
-    sizes = {n: getattr(config, n) for n in ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size")}
-    if bad := [f"{name} {value}" for name, value in sizes.items() if value % size]:
-        raise ValueError(f"tensor_parallel {size} does not divide {', '.join(bad)}; choose a common divisor")
 
 
 class Attention(Part):

@@ -62,11 +62,13 @@ def make_trainer(path: Path, *, dtype: torch.dtype = torch.float32, load: bool =
         dtype=dtype,
         **{name: options.pop(name) for name in build_names if name in options},
     )
-    tokens_per_microbatch = options.pop("tokens_per_microbatch", 40)
+    tokens_per_microbatch, parallel = options.pop("tokens_per_microbatch", 40), options.pop("parallel", None)
     against_rollout = GrpoSettings(old_policy="rollout", mismatch=MismatchSettings(correction="none"))
     grpo = options.pop("grpo", against_rollout)
     settings = OptimizerSettings(**{"learning_rate": 1e-3, "max_grad_norm": 1.0, **options})
-    trainer = Trainer(model, optimizer=settings, grpo=grpo, tokens_per_microbatch=tokens_per_microbatch)
+    trainer = Trainer(
+        model, optimizer=settings, grpo=grpo, tokens_per_microbatch=tokens_per_microbatch, parallel=parallel
+    )
     if load:
         trainer.load_hf(directory)
     return trainer

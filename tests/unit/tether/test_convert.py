@@ -32,7 +32,8 @@ def run_directory(tiny_ouro: Path, tmp_path: Path) -> Path:
     staging = files.staging_name(run / "checkpoints", 2)
     files.prepare(staging)
     checkpoint.save({**tensors, **moments, "num_updates": 2}, checkpoint_id=staging, no_dist=True)
-    files.commit(staging, files.final_name(run / "checkpoints", 2), {"extra": {}})
+    facts = files.facts(staging, files.names_in(staging))
+    files.commit(staging, files.final_name(run / "checkpoints", 2), {"extra": {}}, facts)
     (run / "run.json").write_text(json.dumps({"model": str(tiny_ouro)}))
     return run
 

@@ -40,6 +40,8 @@ def test_parser_reads_everything() -> None:
     assert (got.model, got.data, got.out, got.updates) == (Path("M"), Path("D"), Path("O"), 4)
     assert got.resume and not got.dry_run
     assert got.settings == Settings(lr=2e-3, recompute=True)
+    got = parse([*REQUIRED, "--resume-from", "3", "--allow-change", "lr", "--allow-change", "seed"])
+    assert got.resume and got.resume_from == 3 and got.allow_change == ("lr", "seed")
 
 
 @pytest.mark.parametrize(
@@ -66,6 +68,9 @@ def test_parser_reads_everything() -> None:
         ("depth=deep", "depth: got 'deep'"),
         ("depth=cycle:3,,2", "depth: got 'cycle:3,,2'"),
         ("depth=cycle:0", "depth: got 'cycle:0'"),
+        ("save_format=fast", "save_format: got 'fast', expected one of reshardable, same_layout"),
+        ("stop_after_seconds=-1", "stop_after_seconds: got -1.0"),
+        ("overlap_param_gather=true", "expected true only with overlap_grad_reduce and distributed_optimizer"),
     ],
 )
 def test_wrong_settings_are_refused_with_what_was_expected(pair: str, message: str) -> None:
@@ -84,7 +89,12 @@ def test_all_wrong_settings_are_named_in_one_message() -> None:
 
 def test_command_line_errors_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     """A wrong command line is a usage error, not a traceback."""
-    for argv in ([*REQUIRED, "--set", "lr=x"], REQUIRED[:-1] + ["0"], REQUIRED[:-2]):
+    for argv in (
+        [*REQUIRED, "--set", "lr=x"],
+        REQUIRED[:-1] + ["0"],
+        REQUIRED[:-2],
+        [*REQUIRED, "--allow-change", "lr"],
+    ):
         with pytest.raises(SystemExit) as stopped:
             parse(argv)
         assert stopped.value.code == 2

@@ -1,0 +1,116 @@
+"""How long checkpoints take on this machine, beside torch.save and torch.load of the same tensors in the same run.
+
+    python -m benchmarks.checkpoint [--repeats 3] [--layers 6]
+
+One trainer process with a random bf16 Ouro of about 100 million parameters, fp32 masters and moments: 14 bytes each.
+Writes benchmarks/results/checkpoint_cpu.json. `stall` is how long training stands still, `duration` how long until a
+checkpoint is durable; both files are synced to disk. The asynchronous ones are written while an update is made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adapters.megatron.checkpoint_reader import CheckpointReader
+from benchmarks import record
+from benchmarks.publication import SHAPE
+from tests.tiny import write_ouro
+from tests.unit.megatron_side.samples import make_samples, make_trainer
+
+FORMATS = ("reshardable", "same_layout")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--no-record", action="store_true", help="print only; the working tree may differ from HEAD")
+    arguments = parser.parse_args(argv)
+    if not arguments.no_record:
+        record.commit()
+    torch.set_num_threads(1)
+    results = measure(arguments.layers, arguments.repeats)
+    print(results)
+    if not arguments.no_record:
+        command = f"python -m benchmarks.checkpoint --repeats {arguments.repeats} --layers {arguments.layers}"
+        print(record.write("checkpoint_cpu", command=command, settings={**SHAPE, "dtype": "bfloat16"}, results=results))
+    return 0
+
+
+def measure(layers: int, repeats: int) -> dict[str, Any]:
+    """The first round is warm-up and dropped."""
+    from adapters.megatron import runtime
+
+    runtime.initialize(runtime.RuntimeSettings())
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = write_ouro(folder / "model", num_hidden_layers=layers, dtype=torch.bfloat16, **SHAPE)
+        trainer = make_trainer(model, dtype=torch.bfloat16)
+        rounds = [one_round(trainer, folder / "round") for _ in range(repeats + 1)][1:]
+        num_parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+    runtime.shutdown()
+    num_bytes = rounds[0].pop("num_bytes")
+    return {
+        "num_parameters": num_parameters,
+        "num_bytes": num_bytes,
+        "seconds": {key: record.spread([r[key] for r in rounds]) for key in rounds[0]},
+        "ratio_to_torch_save": record.spread([r["reshardable save"] / r["torch.save"] for r in rounds]),
+    }
+
+
+def one_round(trainer: Any, folder: Path) -> dict[str, float]:
+    """Every way once, on one state; update times are of the updates made meanwhile."""
+    from adapters.megatron import checkpoint
+
+    seconds: dict[str, float] = {}
+    samples = make_samples(5)
+    seconds["update alone"] = timed(lambda: trainer.train(samples))
+    for format in FORMATS:
+        save = checkpoint.begin(folder / format, trainer, {}, format=format)
+        seconds[f"{format} save"] = save.complete().duration_seconds
+        seconds[f"{format} load"] = timed(lambda f=format: checkpoint.load(folder / f, trainer))
+    reader = CheckpointReader(folder / "reshardable" / f"iter_{trainer.num_updates:07d}")
+    num_bytes = plain(dict(reader.read(reader.shapes)), folder / "plain.pt", seconds)
+    for format in FORMATS:
+        pending = checkpoint.begin(folder / f"{format}_async", trainer, {}, format=format)
+        seconds[f"{format} async: update meanwhile"] = timed(lambda: trainer.train(samples))
+        while not pending.is_written():
+            time.sleep(0.01)
+        saved = pending.complete()
+        seconds[f"{format} async: stall"] = saved.stall_seconds
+        seconds[f"{format} async: duration"] = saved.duration_seconds
+    shutil.rmtree(folder)
+    return {**seconds, "num_bytes": num_bytes}
+
+
+def plain(tensors: dict[str, torch.Tensor], path: Path, seconds: dict[str, float]) -> int:
+    """torch's own way to save and load the tensors; how many bytes they have."""
+
+    def save() -> None:
+        torch.save(tensors, path)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+    seconds["torch.save"] = timed(save)
+    seconds["torch.load"] = timed(lambda: torch.load(path))
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def timed(action: Callable[[], Any]) -> float:
+    begun = time.perf_counter()
+    action()
+    return time.perf_counter() - begun
+
+
+if __name__ == "__main__":
+    sys.exit(main())
