@@ -6,6 +6,8 @@ events.jsonl                  starts, resumes and ends, with time and incarnatio
 rollouts/update_NNNNNNN.jsonl every sample of an update
 checkpoints/iter_NNNNNNN/     written by the trainer
 logs/                         one file per process
+tensorboard/                  event files, with tensorboard=true
+report.html                   written by `python -m tether.report`
 hf/                           the export
 """
 
@@ -37,7 +39,7 @@ class RunDirectory:
         self.metrics_file = path / "metrics.jsonl"
         self.events_file = path / "events.jsonl"
         self.rollouts, self.checkpoints = path / "rollouts", path / "checkpoints"
-        self.logs, self.hf = path / "logs", path / "hf"
+        self.logs, self.hf, self.tensorboard = path / "logs", path / "hf", path / "tensorboard"
 
     def check_free(self) -> None:
         """Raises ValueError if OUT is a file or holds anything, another run above all.

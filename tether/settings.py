@@ -105,6 +105,10 @@ class Settings(LearningSettings):
     """Reward from which an answer passes."""
     keep_rollouts: bool = True
     """Write every sample to OUT/rollouts."""
+    tensorboard: bool = False
+    """Also write metrics as TensorBoard event files, to OUT/tensorboard."""
+    prometheus_port: int = 0
+    """Port of this machine at which the newest metrics are served for Prometheus; 0 serves none."""
     keep_last: int = 0
     """Newest checkpoints to keep; 0 keeps all."""
     keep_every: int = 0
@@ -140,7 +144,8 @@ UNCONTRACTED = frozenset(
     {"train_devices", "tensor_parallel", "expert_parallel", "sequence_parallel", "pipeline_parallel",
      "context_parallel", "distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "rollout_devices",
      "engine", "save_every", "keep_rollouts", "keep_last", "keep_every", "async_save", "save_format",
-     "stop_after_seconds", "diagnose", "eval_data", "eval_every", "eval_samples", "eval_pass_reward",
+     "stop_after_seconds", "diagnose", "eval_data", "eval_every", "eval_samples", "eval_pass_reward", "tensorboard",
+     "prometheus_port",
      "max_concurrent_samples", "kv_cache_bytes",
      "deadline_seconds"}
     | {name for name in LearningSettings.__dataclass_fields__ if name.startswith("trip_")}
@@ -250,7 +255,7 @@ def _violations(s: Settings) -> list[tuple[str, str]]:
     at_least |= {
         name: 0 for name in ("seed", "lr_warmup_updates", "lr_decay_updates", "keep_last", "keep_every", "eval_every")
     }
-    at_least |= {"group_size": 2, "kv_cache_bytes": 0, "eval_samples": 0}
+    at_least |= {"group_size": 2, "kv_cache_bytes": 0, "eval_samples": 0, "prometheus_port": 0}
     bad = [(name, f"an integer >= {low}") for name, low in at_least.items() if getattr(s, name) < low]
     positive = ("temperature", "lr", "max_grad_norm", "deadline_seconds")
     bad += [(n, "a finite number > 0") for n in positive if not (math.isfinite(getattr(s, n)) and getattr(s, n) > 0)]

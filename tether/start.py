@@ -19,6 +19,7 @@ from tether.ranks import from_rank_zero, rank
 from tether.recovery import MAX_RESTARTS
 from tether.reward_process import Judge, RewardProcesses
 from tether.settings import settings_table
+from tether.sinks import Sinks
 
 if TYPE_CHECKING:
     from adapters.megatron.reference import ReferencePolicy
@@ -148,6 +149,18 @@ def judge(job: Job) -> Iterator[Judge]:
     log = job.directory.logs / "reward.log"
     with RewardProcesses(s.reward, timeout_seconds=s.reward_timeout_seconds, log_path=log) as processes:
         yield processes
+
+
+def sinks(job: Job, first_update: int) -> Sinks:
+    """Where metrics go beside metrics.jsonl; nowhere on every rank but 0. All ranks together."""
+    s, opened = job.settings, []
+    path = job.directory.tensorboard if s.tensorboard else None
+
+    def open_them() -> None:
+        opened.append(Sinks(tensorboard=path, prometheus_port=s.prometheus_port, first_update=first_update))
+
+    from_rank_zero(open_them)
+    return opened[0] if opened else Sinks(tensorboard=None, prometheus_port=0, first_update=first_update)
 
 
 def reference_policy(job: Job, trainer: Trainer) -> ReferencePolicy | None:

@@ -99,6 +99,7 @@ def train(job: Job, stop: StopRequests) -> None:
         judge = stack.enter_context(start.judge(job))
         rollouts = stack.enter_context(RolloutSource(job, engine=engine, judge=judge))
         reference = start.reference_policy(job, trainer)
+        sinks = stack.enter_context(start.sinks(job, state.update + 1))
         saver = saving.Saver(job, trainer, resumed=state if job.arguments.resume else None)
         run = Run(
             job=job, trainer=trainer, engine=engine, rollouts=rollouts, reference=reference, state=state, saver=saver
@@ -109,10 +110,12 @@ def train(job: Job, stop: StopRequests) -> None:
         with Progress(total=job.arguments.updates, done=state.update) as progress:
             while run.state.update < job.arguments.updates and not on_any_rank(stop.reason() is not None):
                 try:
-                    progress.show(one_update(run))
+                    metrics = one_update(run)
                 except (EngineError, TripwireStop):
                     saver.save(run.state, is_final=True)
                     raise
+                sinks.write(metrics)
+                progress.show(metrics)
         saver.save(run.state, is_final=True)
         if run.state.update < job.arguments.updates:
             from_rank_zero(lambda: job.directory.append_event("stopped", update=run.state.update))
