@@ -137,7 +137,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt, one sample. `seed` None draws one from OS entropy at creation.
 
     `execution` is the provider's text for how much of the model a token runs, such as "fixed:3"; None takes the
-    engine's.
+    engine's. `trace` says what the first tokens of the prompt ran before and must run again, when they were generated
+    in an earlier turn: at most a row per prompt token, the others run as a prompt does.
     """
 
     request_id: str
@@ -145,6 +146,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     seed: int | None = None
     execution: str | None = None
+    trace: Trace | None = None
 
     def __post_init__(self) -> None:
         if self.seed is None:

@@ -4,9 +4,10 @@ A rollout function is called once per batch of samples as
 
     function(episodes: Sequence[Episode], generate: Generate, tokenizer) -> None
 
-and brings every episode to its end: `generate(some)` lets the model write the next turn of some of them, all at once;
-`episode.append(token_ids)` puts what the environment says behind it. Environment tokens are not trained on. What the
-function does may depend on nothing but the episodes, or a resumed run differs from a continuous one.
+and brings every episode to its end: `generate(some, max_tokens=None)` lets the model write the next turn of some of
+them, all at once; `episode.append(token_ids)` puts what the environment says behind it. Environment tokens are not
+trained on. What the function does may depend on nothing but the episodes, or a resumed run differs from a continuous
+one.
 
 A later turn continues the earlier ones: what its tokens ran is given to the engine with them, so that a sample has one
 trace and the trainer's replay sees what the engine saw.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -63,16 +64,17 @@ class Episode:
         self.logprobs += [0.0] * len(kept)
         self.loss_mask += [False] * len(kept)
 
-    def next_request(self) -> GenerationRequest:
-        """What the engine is asked for the next turn."""
-        turn = len(self.results)
+    def next_request(self, max_tokens: int | None = None) -> GenerationRequest:
+        """What the engine is asked for the next turn, of at most max_tokens."""
+        turn, room = len(self.results), self.room if max_tokens is None else min(max_tokens, self.room)
+        sampling = msgspec.structs.replace(self.request.sampling, max_tokens=room)
         if turn == 0 and not self.token_ids:
-            return self.request
+            return msgspec.structs.replace(self.request, sampling=sampling)
         return msgspec.structs.replace(
             self.request,
             request_id=f"{self.request.request_id}/turn-{turn}",
             prompt_token_ids=(*self.request.prompt_token_ids, *self.token_ids),
-            sampling=msgspec.structs.replace(self.request.sampling, max_tokens=self.room),
+            sampling=sampling,
             seed=derive_seed(self.request.effective_seed, "turn", turn),
             trace=self.results[-1].trace if self.results else None,
         )
@@ -97,9 +99,7 @@ class Episode:
             ValueError: the model wrote nothing.
         """
         if not any(self.loss_mask):
-            raise ValueError(
-                f"{self.request.request_id}: the rollout function ended it before the model wrote anything"
-            )
+            raise ValueError(f"{self.request.request_id}: the rollout function let the model write nothing")
         length = len(self.loss_mask) - self.loss_mask[::-1].index(True)
         whole = msgspec.structs.replace(
             self.results[-1],
@@ -111,7 +111,12 @@ class Episode:
         return whole, () if all(self.loss_mask[:length]) else tuple(self.loss_mask[:length])
 
 
-Generate = Callable[[Sequence[Episode]], None]
+class Generate(Protocol):
+    """Lets the model write the next turn of episodes; those without room are left as they are."""
+
+    def __call__(self, episodes: Sequence[Episode], *, max_tokens: int | None = None) -> None: ...
+
+
 RolloutFunction = Callable[[Sequence[Episode], Generate, Any], None]
 
 
@@ -121,11 +126,11 @@ def single_turn(episodes: Sequence[Episode], generate: Generate, tokenizer: Any)
 
 
 def generate_with(engine: Engine) -> Generate:
-    """What a rollout function is given to let the model write. Episodes without room are left as they are."""
+    """What a rollout function is given to let the model write."""
 
-    def generate(episodes: Sequence[Episode]) -> None:
+    def generate(episodes: Sequence[Episode], *, max_tokens: int | None = None) -> None:
         going_on = [episode for episode in episodes if episode.room > 0]
-        requests = [episode.next_request() for episode in going_on]
+        requests = [episode.next_request(max_tokens) for episode in going_on]
         if not requests:
             return
         results = in_order(requests, engine.generate(requests))

@@ -44,7 +44,6 @@ class ReferencePolicy:
     @contextmanager
     def _in_place(self) -> Iterator[None]:
         self.trainer.gather_parameters()
-        self.trainer.gather_parameters()
         kept: dict[str, Tensor] = {}
         with torch.no_grad():
             for name, own in self.trainer.model.local_parts():

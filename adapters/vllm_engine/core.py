@@ -73,7 +73,11 @@ class Core:
     def add(self, request: GenerationRequest) -> None:
         """Raises ValueError if the request cannot run; the others are not touched."""
         self._check_policy(request.execution)
-        sampling = request.sampling
+        sampling, trace = request.sampling, request.trace
+        extra: dict[str, Any] = {"execution": request.execution}
+        if trace is not None:
+            self._check_trace(trace, min(len(request.prompt_token_ids), trace.shape[0]))
+            extra["trace"] = trace.data
         params = VllmSamplingParams(
             temperature=sampling.temperature,
             top_k=sampling.top_k,
@@ -86,7 +90,7 @@ class Core:
             logprobs=0,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            extra_args={"execution": request.execution},
+            extra_args=extra,
         )
         room = self.model_config.max_model_len - len(request.prompt_token_ids)
         if sampling.max_tokens > room:
@@ -94,7 +98,8 @@ class Core:
                 f"max_tokens: got {sampling.max_tokens} after a prompt of {len(request.prompt_token_ids)} tokens, "
                 f"expected at most {room}: the engine's sequences end at {self.model_config.max_model_len}"
             )
-        self._add(request, request.prompt_token_ids, params)
+        # Blocks of a continued response hold what its tokens ran, not what a prompt's do: they are nobody else's.
+        self._add(request, request.prompt_token_ids, params, None if trace is None else f"turn/{request.request_id}")
 
     def add_score(self, request: ScoreRequest) -> None:
         """Scores ride as a prompt of all input tokens; its own cache salt keeps its blocks to itself."""

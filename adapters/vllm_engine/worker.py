@@ -106,12 +106,13 @@ class TetherWorker:
             prompt = len(state.prompt_token_ids)
             policy = self._policy(extra.get("execution"))
             layout, given = model.trace_layout, extra.get("trace")
-            if given is not None:
-                known = np.frombuffer(given, np.uint8).reshape(-1, *layout.row_shape)
-            else:
-                length = 0 if layout.prompt_value is None else prompt
-                known = np.full((length, *layout.row_shape), layout.prompt_value or 0, np.uint8)
-            order = None
+            known = np.frombuffer(given or b"", np.uint8).reshape(-1, *layout.row_shape)
+            if layout.prompt_value is not None and len(known) < prompt:
+                rest = np.full((prompt - len(known), *layout.row_shape), layout.prompt_value, np.uint8)
+                known = np.concatenate([known, rest])
+            order, reach = None, policy.reach
+            if given is not None:  # a token may read what ran less than it: of a continued response, or while scoring
+                reach = max(int(known.max()), 0 if "targets" in extra else policy.reach)
             if "targets" in extra:
                 targets = np.asarray(extra["targets"], np.int64)
                 order = ScoreOrder(first=extra["first"], targets=targets, temperature=extra["temperature"])
@@ -119,7 +120,7 @@ class TetherWorker:
                 request_id,
                 known=known,
                 capacity=prompt + state.sampling_params.max_tokens,
-                reach=policy.reach if given is None else int(known.max()),
+                reach=reach,
                 policy=policy.vector,
                 order=order,
             )

@@ -178,3 +178,39 @@ def test_pass_at_k_is_the_share_of_subsets(job: Job) -> None:
     assert [len(each) for each in told] == [3, 12]
     assert len({request.seed for request in engine.requests[3:]}) == 12
     assert {request.sampling.temperature for request in engine.requests[3:]} == {1.0}
+
+
+def test_a_rollout_function_makes_samples_of_several_turns(job: Job) -> None:
+    """Tokens and log-probs in order, the environment's masked, seeds and traces handed on, the budget kept."""
+    asked: list[int] = []
+
+    def talk(episodes: Any, generate: Any, tokenizer: Any) -> None:
+        generate(episodes, max_tokens=4)
+        for episode in episodes[::2]:
+            asked.append(episode.room)
+            episode.append([9, 8])
+        generate(episodes[::2])
+        episodes[0].append([5])  # nobody reads it: it is left out
+
+    engine = ScriptedEngine(loops=3)
+    samples = collect(engine, dataclasses.replace(job, rollout=talk))
+    first, second, later = engine.requests[0], engine.requests[1], engine.requests[6]
+    assert [r.sampling.max_tokens for r in (first, later)] == [4, 3] and asked == [5] * 3
+    assert later.request_id == "update-1/prompt-0/sample-0/turn-1" and later.seed == derive_seed(first.seed, "turn", 1)
+    assert later.prompt_token_ids == (3, 4, 5, first.effective_seed % 200 + 2, 7, EOS, 9, 8)
+    assert first.trace is None and later.trace is not None and list(later.trace.data) == [4, 4, 4, 3, 2]
+    two, one = samples[0], samples[1]
+    assert two.loss_mask == (True,) * 3 + (False,) * 2 + (True,) * 3 and one.loss_mask == ()
+    assert two.result.logprobs == (-0.5, -0.25, -0.125, 0.0, 0.0, -0.5, -0.25, -0.125)
+    assert two.result.seed == first.seed and one.result.seed == second.seed and len(two.rows) == 3 + 8 - 1
+    (trained, _) = rollout.train_samples(samples[:2])
+    assert list(trained.mask) == list(two.loss_mask)
+    assert rollout.metrics(job, 1, samples[:2], [1.0, 0.0])["entropy_estimate"] == pytest.approx(0.875 / 3)
+    line = next(iter(rollout.to_json(job, samples[:1], [1.0], [0.5])))
+    assert line["loss_mask"] == list(two.loss_mask)
+
+
+def test_a_rollout_function_must_let_the_model_write(job: Job) -> None:
+    """A sample without a token of the model's cannot be trained on."""
+    with pytest.raises(ValueError, match="prompt-0/sample-0: the rollout function let the model write nothing"):
+        collect(ScriptedEngine(), dataclasses.replace(job, rollout=lambda episodes, generate, tokenizer: None))
