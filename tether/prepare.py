@@ -16,6 +16,7 @@ from typing import Any
 
 from adapters.hf_convert.directory import HFDirectory
 from adapters.megatron import checkpoint_files
+from adapters.megatron.parameter_groups import parse_groups, schedule_problems
 from adapters.parallelism import Parallelism
 from providers.registry import Part, provider
 from tether.data import Record, load_records, load_tokenizer
@@ -92,6 +93,7 @@ def prepare(arguments: RunArguments, *, is_main: bool = True) -> Job:
     reward = load_reward(settings.reward)
     making = _rollout(settings)
     grpo_settings(settings)
+    _check_schedule(settings)
     more = parse_files(settings.more_data)
     _check_parallelism(settings, config, is_dry_run=arguments.dry_run)
     depth = _depth(settings, source, config)
@@ -157,6 +159,16 @@ def read_model(model: Path) -> tuple[HFDirectory, Any]:
     tensors = provider(model_type, "physical").physical_tensors(config)
     source.check({name: tensor.shape for name, tensor in tensors.items()})
     return source, config
+
+
+def _check_schedule(s: Settings) -> None:
+    """Raises ValueError for a schedule or parameter groups that cannot be."""
+    parse_groups(s.param_groups)
+    problems = schedule_problems(
+        schedule=s.lr_schedule, warmup=s.lr_warmup_updates, decay=s.lr_decay_updates, wsd=s.lr_wsd_updates
+    )
+    if problems:
+        raise ValueError("settings:\n  " + "\n  ".join(problems))
 
 
 def _rollout(settings: Settings) -> RolloutFunction:

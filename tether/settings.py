@@ -90,7 +90,17 @@ class Settings(LearningSettings):
     lr_warmup_updates: int = 0
     """Updates over which the learning rate rises to lr."""
     lr_decay_updates: int = 0
-    """Update at which the learning rate has fallen to 0 along a cosine; 0 keeps it constant."""
+    """Update at which the learning rate has fallen to lr_floor; 0 keeps it constant."""
+    lr_schedule: str = "cosine"
+    """How it falls: constant (not at all), linear, cosine, or wsd (in the last lr_wsd_updates only)."""
+    lr_wsd_updates: int = 0
+    """Updates of the fall of lr_schedule=wsd, before lr_decay_updates."""
+    lr_floor: float = 0.0
+    """Learning rate after the decay."""
+    param_groups: str = ""
+    """Factors by parameter name, PATTERN:lr=FACTOR:wd=FACTOR,...; the first pattern that matches counts."""
+    freeze: str = ""
+    """Parameters that are not trained: patterns of their names, PATTERN,PATTERN."""
     recompute: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
     diagnose: bool = False
@@ -272,6 +282,7 @@ def _violations(s: Settings) -> list[tuple[str, str]]:
             not s.overlap_param_gather or (s.overlap_grad_reduce and s.distributed_optimizer),
             "true only with overlap_grad_reduce and distributed_optimizer",
         ),
+        "lr_floor": (0 <= s.lr_floor <= s.lr, "in [0, lr]"),
         "eval_data": (
             bool(s.eval_data) or s.eval_every == 0,
             "a file of held-out prompts, because eval_every is not 0",

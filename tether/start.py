@@ -103,6 +103,7 @@ def trainer(job: Job) -> Iterator[Trainer]:
 
     from adapters.megatron import runtime
     from adapters.megatron.optimizer import DataParallelSettings, OptimizerSettings
+    from adapters.megatron.parameter_groups import parse_groups
     from adapters.megatron.trainer import Trainer
 
     s = job.settings
@@ -110,6 +111,11 @@ def trainer(job: Job) -> Iterator[Trainer]:
         learning_rate=s.lr,
         lr_warmup_updates=s.lr_warmup_updates,
         lr_decay_updates=s.lr_decay_updates,
+        lr_schedule=s.lr_schedule,  # type: ignore[arg-type]
+        lr_wsd_updates=s.lr_wsd_updates,
+        min_learning_rate=s.lr_floor,
+        groups=parse_groups(s.param_groups),
+        frozen=tuple(filter(None, s.freeze.split(","))),
         weight_decay=s.weight_decay,
         max_grad_norm=s.max_grad_norm,
     )

@@ -10,12 +10,13 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 from torch.optim.adam import adam
 
+from adapters.megatron.parameter_groups import LrSchedule, ParameterGroup, schedule_problems
 from adapters.megatron.root import RootModule
+from adapters.megatron.schedule import Schedule, freeze, group_overrides, require_matches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,14 @@ class OptimizerSettings:
     lr_warmup_updates: int = 0
     """Updates of linear warm-up; the first one already runs at 1 / lr_warmup_updates of the peak."""
     lr_decay_updates: int = 0
-    """Update at which a cosine decay reaches min_learning_rate; 0 keeps the peak."""
+    """Update at which a decay reaches min_learning_rate; 0 keeps the peak."""
+    lr_schedule: LrSchedule = "cosine"
+    """Shape of the decay; wsd stays at the peak until its last lr_wsd_updates, then falls linearly."""
+    lr_wsd_updates: int = 0
+    groups: tuple[ParameterGroup, ...] = ()
+    """Parameters with their own learning rate or weight decay."""
+    frozen: tuple[str, ...] = ()
+    """Patterns of the names of parameters that are not trained."""
     weight_decay: float = 0.0
     """Decoupled; not applied to vectors (norms)."""
     beta1: float = 0.9
@@ -43,17 +51,20 @@ class OptimizerSettings:
             "learning_rate": (0 < self.learning_rate < math.inf, "> 0"),
             "min_learning_rate": (0 <= self.min_learning_rate <= self.learning_rate, "in [0, learning_rate]"),
             "lr_warmup_updates": (self.lr_warmup_updates >= 0, ">= 0"),
-            "lr_decay_updates": (
-                self.lr_decay_updates == 0 or self.lr_decay_updates > self.lr_warmup_updates,
-                "0 or > lr_warmup_updates",
-            ),
             "weight_decay": (0 <= self.weight_decay < math.inf, ">= 0"),
             "beta1": (0 <= self.beta1 < 1, "in [0, 1)"),
             "beta2": (0 <= self.beta2 < 1, "in [0, 1)"),
             "eps": (0 < self.eps < math.inf, "> 0"),
             "max_grad_norm": (0 <= self.max_grad_norm < math.inf, ">= 0"),
         }
-        if bad := [f"{n}: got {getattr(self, n)!r}, expected {want}" for n, (ok, want) in rules.items() if not ok]:
+        bad = [f"{n}: got {getattr(self, n)!r}, expected {want}" for n, (ok, want) in rules.items() if not ok]
+        bad += schedule_problems(
+            schedule=self.lr_schedule,
+            warmup=self.lr_warmup_updates,
+            decay=self.lr_decay_updates,
+            wsd=self.lr_wsd_updates,
+        )
+        if bad:
             raise ValueError("OptimizerSettings " + "; ".join(bad))
 
 
@@ -87,7 +98,7 @@ class Wrapped:
 
     ddp: DistributedDataParallel
     optimizer: MegatronOptimizer
-    scheduler: OptimizerParamScheduler
+    scheduler: Schedule
 
 
 def wrap(model: RootModule, settings: OptimizerSettings, parallel: DataParallelSettings) -> Wrapped:
@@ -97,6 +108,9 @@ def wrap(model: RootModule, settings: OptimizerSettings, parallel: DataParallelS
     `optimizer.reload_model_params()`, or the next step overwrites them with the old masters.
     """
     _use_adam_with_megatron_layout()
+    freeze(model, settings.frozen)
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    require_matches(names, [group.pattern for group in settings.groups], what="param_groups")
     config = model.config
     ddp = DistributedDataParallel(
         config,
@@ -112,7 +126,9 @@ def wrap(model: RootModule, settings: OptimizerSettings, parallel: DataParallelS
     )
     # While micro-batches but the last one run, nothing is reduced.
     config.no_sync_func = ddp.no_sync if parallel.overlap_grad_reduce else None
-    optimizer = get_megatron_optimizer(_optimizer_config(config, settings, parallel), [ddp])
+    optimizer_config = _optimizer_config(config, settings, parallel)
+    overrides = group_overrides(optimizer_config, settings.groups)
+    optimizer = get_megatron_optimizer(optimizer_config, [ddp], overrides)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         # Moments exist from the start, so a checkpoint before the first update has the same tensors as a later one.
         part.init_state_fn(part.optimizer, part.config)
@@ -209,9 +225,10 @@ def _optimizer_config(config: Any, settings: OptimizerSettings, parallel: DataPa
     )
 
 
-def _scheduler(optimizer: MegatronOptimizer, settings: OptimizerSettings) -> OptimizerParamScheduler:
+def _scheduler(optimizer: MegatronOptimizer, settings: OptimizerSettings) -> Schedule:
     warmup = settings.lr_warmup_updates
-    return OptimizerParamScheduler(
+    style = settings.lr_schedule if settings.lr_decay_updates else "constant"
+    return Schedule(
         optimizer,
         # Megatron counts the first update as step 0 of the ramp: from 0 it would be wasted.
         init_lr=settings.learning_rate / max(warmup, 1),
@@ -219,7 +236,9 @@ def _scheduler(optimizer: MegatronOptimizer, settings: OptimizerSettings) -> Opt
         min_lr=settings.min_learning_rate,
         lr_warmup_steps=warmup,
         lr_decay_steps=settings.lr_decay_updates or warmup + 1,
-        lr_decay_style="cosine" if settings.lr_decay_updates else "constant",
+        lr_decay_style="WSD" if style == "wsd" else style,
+        wsd_decay_steps=settings.lr_wsd_updates,
+        lr_wsd_decay_style="linear",
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,
         wd_incr_steps=1,

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.recipe import assert_equal_runs, finish, read_lines, start
+from tether.stored import find_checkpoint
 
 pytestmark = pytest.mark.slow
 FEATURES = {
@@ -44,3 +45,18 @@ def test_three_updates_equal_one_and_a_resumed_two(tmp_path: Path, name: str) ->
         assert max(line["logprob_diff_max"] for line in lines) < 1e-4 and any("loss_mask" in line for line in one)
     if name == "ahead":
         assert lines[0]["num_steps"] == 4 and lines[2]["clip_fraction"] is not None and lines[1]["reference_kl"] > 0
+
+
+def test_a_tripwire_stops_with_a_checkpoint_that_goes_on(tmp_path: Path) -> None:
+    """The gradient norm exceeds its median sooner or later: the run ends with status 1, what was trained is saved, and
+    with the wire looser the run goes on from there."""
+    out = tmp_path / "run"
+    settings = ("--set", "save_every=100", "--set", "trip_grad_norm=stop:1.0001", "--set", "depth=fixed:2")
+    process = start(out, "--updates", "30", settings=settings)
+    assert process.wait(timeout=300) == 1
+    text, done = out.with_suffix(".log").read_text(), len(read_lines(out / "metrics.jsonl"))
+    assert "TripwireStop: trip_grad_norm: the gradient norm is" in text
+    assert 5 <= done < 30 and find_checkpoint(out).name == f"iter_{done:07d}"
+    again = (*settings[:2], "--set", "trip_grad_norm=off", *settings[4:])
+    finish(start(out, "--updates", str(done + 1), "--resume", settings=again), out)
+    assert len(read_lines(out / "metrics.jsonl")) == done + 1
