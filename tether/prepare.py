@@ -25,6 +25,7 @@ from tether.episodes import RolloutFunction, single_turn
 from tether.functions import function_named
 from tether.learn import grpo_settings
 from tether.mix import PromptMix, parse_files
+from tether.profiling import parse_updates
 from tether.rewards import RewardFunction, load_reward
 from tether.run_contract import check_contract, run_contract
 from tether.run_directory import RunDirectory
@@ -162,8 +163,9 @@ def read_model(model: Path) -> tuple[HFDirectory, Any]:
 
 
 def _check_schedule(s: Settings) -> None:
-    """Raises ValueError for a schedule or parameter groups that cannot be."""
+    """Raises ValueError for a schedule, parameter groups or updates to profile that cannot be."""
     parse_groups(s.param_groups)
+    parse_updates(s.profile)
     problems = schedule_problems(
         schedule=s.lr_schedule, warmup=s.lr_warmup_updates, decay=s.lr_decay_updates, wsd=s.lr_wsd_updates
     )

@@ -117,6 +117,8 @@ class Settings(LearningSettings):
     """Write every sample to OUT/rollouts."""
     tensorboard: bool = False
     """Also write metrics as TensorBoard event files, to OUT/tensorboard."""
+    profile: str = ""
+    """Updates to write a torch profiler trace of, START:STOP, to OUT/logs."""
     prometheus_port: int = 0
     """Port of this machine at which the newest metrics are served for Prometheus; 0 serves none."""
     keep_last: int = 0
@@ -155,7 +157,7 @@ UNCONTRACTED = frozenset(
      "context_parallel", "distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "rollout_devices",
      "engine", "save_every", "keep_rollouts", "keep_last", "keep_every", "async_save", "save_format",
      "stop_after_seconds", "diagnose", "eval_data", "eval_every", "eval_samples", "eval_pass_reward", "tensorboard",
-     "prometheus_port",
+     "profile", "prometheus_port",
      "max_concurrent_samples", "kv_cache_bytes",
      "deadline_seconds"}
     | {name for name in LearningSettings.__dataclass_fields__ if name.startswith("trip_")}

@@ -23,6 +23,7 @@ from tether.diagnose import unreplayed_difference
 from tether.guard import train_on
 from tether.learn import to_learn
 from tether.prepare import Job, prepare
+from tether.profiling import Profiler, parse_updates
 from tether.progress import Progress, closing_lines, say, stopped_lines
 from tether.ranks import from_rank_zero, on_any_rank, rank
 from tether.recovery import with_restarts
@@ -100,6 +101,7 @@ def train(job: Job, stop: StopRequests) -> None:
         rollouts = stack.enter_context(RolloutSource(job, engine=engine, judge=judge))
         reference = start.reference_policy(job, trainer)
         sinks = stack.enter_context(start.sinks(job, state.update + 1))
+        profiler = stack.enter_context(Profiler(parse_updates(job.settings.profile), job.directory.logs))
         saver = saving.Saver(job, trainer, resumed=state if job.arguments.resume else None)
         run = Run(
             job=job, trainer=trainer, engine=engine, rollouts=rollouts, reference=reference, state=state, saver=saver
@@ -110,7 +112,8 @@ def train(job: Job, stop: StopRequests) -> None:
         with Progress(total=job.arguments.updates, done=state.update) as progress:
             while run.state.update < job.arguments.updates and not on_any_rank(stop.reason() is not None):
                 try:
-                    metrics = one_update(run)
+                    with profiler.update(run.state.update + 1):
+                        metrics = one_update(run)
                 except (EngineError, TripwireStop):
                     saver.save(run.state, is_final=True)
                     raise
