@@ -187,6 +187,8 @@ class GenerationResult(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason
     trace: Trace | None = None
     error: str | None = None
+    kv_bytes: int = 0
+    """Bytes of keys and values that came for it from another worker; 0 where one engine does it all."""
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -248,14 +250,28 @@ class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
     seconds: dict[str, float]
 
 
+class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
+    """One process of an engine of several. `state` is what its own health says, or "dead" or "silent"."""
+
+    role: str
+    pid: int
+    state: str
+    version: Version | None
+    num_running: int = 0
+
+
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """`state` is "serving", "publishing" or "blocked"; a blocked engine says why in `reason`."""
+    """`state` is "serving", "publishing" or "blocked"; a blocked engine says why in `reason`.
+
+    An engine of several processes lists them in `workers`, and serves while it can do without those that are gone.
+    """
 
     state: Literal["serving", "publishing", "blocked"]
     version: Version
     num_running: int
     pid: int
     reason: str | None = None
+    workers: tuple[WorkerHealth, ...] = ()
 
 
 class Engine(Protocol):

@@ -8,32 +8,30 @@ Three things can happen to a wait, all in bounded time: the process ends (`Engin
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 import zmq
 
 from adapters.contract import EngineDead, EngineStartFailed, EngineTimeout, GenerationResult
 
-from . import forkserver, leftovers, messages
+from . import leftovers, messages
 from .heartbeat import Pulse
-from .process import STATUS, environment
+from .launch import Process, start_process
+from .process import STATUS
 from .settings import EngineSettings
 
-PROCESS = "adapters.vllm_engine.process"
-"""What runs in an engine process."""
 POLL_MILLISECONDS = 100
 END_SECONDS = 10.0
 LOG_LINES = 30
@@ -44,10 +42,11 @@ class Connection:
     Attributes:
         ready: what the process said when it began to serve.
         results: of generation, as they came.
+        events: what else an engine that passes prompts on, or gets them, has to say.
     """
 
-    def __init__(self, settings: EngineSettings, module: str) -> None:
-        """Starts `module` and waits until it serves.
+    def __init__(self, settings: EngineSettings, module: str, *, wait: bool = True) -> None:
+        """Starts `module` and waits until it serves, or (not `wait`) leaves that to `wait_to_serve`.
 
         Raises:
             EngineStartFailed: it ended while starting; the message shows its log.
@@ -55,8 +54,12 @@ class Connection:
         """
         self.settings = settings
         self.results: deque[GenerationResult] = deque()
+        self.events: deque[messages.Prefilled | messages.Arrived | messages.Lost] = deque()
         self.ready: messages.Ready | None = None
+        self._progress, self._waits_since = 0, 0.0
         self._answers: dict[int, messages.Reply | messages.Failure | None] = {}
+        self._posted: set[int] = set()
+        self._failures: deque[messages.Failure] = deque()
         self._calls = itertools.count(1)
         self._directory = Path(tempfile.gettempdir()) / leftovers.owned_name(leftovers.ENGINE)
         self._directory.mkdir(mode=0o700)
@@ -68,15 +71,17 @@ class Connection:
         except OSError as error:
             self._clean()
             raise EngineStartFailed(f"engine: could not start a process: {error!r}; {self._log_tail()}") from error
-        try:
-            self._wait_to_serve()
-        except BaseException:
-            self.close(ask=False)
-            raise
+        if wait:
+            self.wait_to_serve()
 
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def socket(self) -> zmq.Socket[bytes]:
+        """To be polled together with others."""
+        return self._socket
 
     @property
     def alive(self) -> bool:
@@ -88,9 +93,12 @@ class Connection:
         Raises:
             EngineError: what the process raised, or that it died or fell silent.
         """
-        call_id = self.send(call, **fields)
+        return self.answer(self.send(call, **fields), kind)
+
+    def answer(self, call_id: int, kind: Any = None) -> Any:
+        """Waits for the answer to what was sent, converted to `kind`. Raises what `call` does."""
         try:
-            self.wait_for(lambda: self._answers[call_id], f"the answer to {call.__name__}")
+            self.wait_for(lambda: self._answers[call_id], f"the answer to call {call_id}")
         finally:
             answer = self._answers.pop(call_id)  # an answer that comes later belongs to nobody
         if isinstance(answer, messages.Failure):
@@ -98,27 +106,55 @@ class Connection:
         assert isinstance(answer, messages.Reply)
         return answer.value if kind is None else msgspec.convert(answer.value, kind)
 
+    @contextlib.contextmanager
+    def patience(self, seconds: float) -> Iterator[None]:
+        """Deadlines of at most so many seconds."""
+        settings = self.settings
+        deadlines = {n: min(seconds, getattr(settings, n)) for n in ("deadline_seconds", "heartbeat_seconds")}
+        self.settings = dataclasses.replace(settings, **deadlines)
+        try:
+            yield
+        finally:
+            self.settings = settings
+
     def send(self, call: type[messages.Call], **fields: Any) -> int:
+        """Sends a call whose answer is taken with `answer`."""
         self.check_alive()
         call_id = next(self._calls)
         self._answers[call_id] = None
         self._socket.send(messages.encode(call(call_id=call_id, **fields)))
         return call_id
 
+    def post(self, call: type[messages.Call], **fields: Any) -> None:
+        """Sends a call whose reply nobody waits for. Should it fail, the next `take_failure` raises it."""
+        self._posted.add(call_id := self.send(call, **fields))
+        del self._answers[call_id]
+
+    def take_failure(self) -> None:
+        """Raises the first error that a posted call met, once."""
+        if self._failures:
+            messages.raise_failure(self._failures.popleft())
+
     def wait_for(self, condition: Callable[[], Any], what: str) -> None:
         """Reads answers until the condition holds."""
-        seconds, progress = self.settings.deadline_seconds, self._pulse.progress
-        deadline = time.monotonic() + seconds
+        self.begin_wait()
         while not condition():
-            if self._read():
-                continue
-            self.check_alive()
-            if (silence := self._pulse.seconds_since_beat) > self.settings.heartbeat_seconds:
-                raise EngineTimeout(f"engine {self.pid}: no heartbeat for {silence:.0f} s, waiting for {what}")
-            if progress != (progress := self._pulse.progress):
-                deadline = time.monotonic() + seconds
-            if time.monotonic() > deadline:
-                raise EngineTimeout(f"engine {self.pid}: waited {seconds:.0f} s for {what}; {self._log_tail()}")
+            if not self.read(POLL_MILLISECONDS):
+                self.check_wait(what)
+
+    def begin_wait(self) -> None:
+        """Something is waited for from now on: `deadline_seconds` begin to run."""
+        self._progress, self._waits_since = self._pulse.progress, time.monotonic()
+
+    def check_wait(self, what: str) -> None:
+        """Raises EngineDead if the process ended, EngineTimeout if it is silent or finished nothing for too long."""
+        self.check_alive()
+        if (silence := self._pulse.seconds_since_beat) > self.settings.heartbeat_seconds:
+            raise EngineTimeout(f"engine {self.pid}: no heartbeat for {silence:.0f} s, waiting for {what}")
+        if self._progress != self._pulse.progress:
+            self.begin_wait()
+        if time.monotonic() > self._waits_since + (seconds := self.settings.deadline_seconds):
+            raise EngineTimeout(f"engine {self.pid}: waited {seconds:.0f} s for {what}; {self._log_tail()}")
 
     def check_alive(self) -> None:
         if (status := self._process.poll()) is not None:
@@ -140,39 +176,49 @@ class Connection:
             self._process.stdin.close()
         self._clean()
 
-    def _start(self, module: str) -> subprocess.Popen[bytes] | forkserver.ForkedProcess:
-        settings, cuda = self.settings, torch.cuda.is_available()
-        settings.log_path.parent.mkdir(parents=True, exist_ok=True)
+    def _start(self, module: str) -> Process:
+        settings = self.settings
         arguments = ["--directory", str(self._directory), "--settings", settings.to_json()]
-        env = environment(dict(os.environ), cuda=cuda)
-        with open(settings.log_path, "ab") as log:
-            if (settings.start_method or ("spawn" if cuda else "forkserver")) == "forkserver":
-                return forkserver.fork(module, arguments, log=log, environment=env, seconds=settings.start_seconds)
-            command = [sys.executable, "-m", module, *arguments]
-            return subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=env, start_new_session=True
-            )
+        return start_process(
+            module,
+            arguments,
+            log_path=settings.log_path,
+            start_method=settings.start_method,
+            seconds=settings.start_seconds,
+        )
 
-    def _wait_to_serve(self) -> None:
+    def wait_to_serve(self) -> messages.Ready:
+        """Raises what the constructor does; then the process is gone."""
         deadline = time.monotonic() + self.settings.start_seconds
-        while self.ready is None:
-            if not self._read():
-                self.check_alive()
-            if time.monotonic() > deadline:
-                seconds = self.settings.start_seconds
-                raise EngineTimeout(f"engine {self.pid}: did not serve after {seconds:.0f} s; {self._log_tail()}")
+        try:
+            while self.ready is None:
+                if not self.read(POLL_MILLISECONDS):
+                    self.check_alive()
+                if time.monotonic() > deadline:
+                    seconds = self.settings.start_seconds
+                    raise EngineTimeout(f"engine {self.pid}: did not serve after {seconds:.0f} s; {self._log_tail()}")
+        except BaseException:
+            self.close(ask=False)
+            raise
+        return self.ready
 
-    def _read(self) -> bool:
-        """Takes one answer, waiting for it a moment. False if none came."""
-        if not self._socket.poll(POLL_MILLISECONDS):
+    def read(self, milliseconds: int) -> bool:
+        """Takes one answer, waiting for it so long. False if none came."""
+        if not self._socket.poll(milliseconds):
             return False
         answer = messages.decode_answer(self._socket.recv())
         if isinstance(answer, messages.Result):
             self.results.append(answer.result)
         elif isinstance(answer, messages.Ready):
             self.ready = answer
+        elif not isinstance(answer, messages.Reply | messages.Failure):
+            self.events.append(answer)
         elif answer.call_id in self._answers:
             self._answers[answer.call_id] = answer
+        elif answer.call_id in self._posted:
+            self._posted.remove(answer.call_id)
+            if isinstance(answer, messages.Failure):
+                self._failures.append(answer)
         return True
 
     def _end_group(self) -> None:

@@ -10,30 +10,15 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from adapters.contract import (
-    GenerationRequest,
-    GenerationResult,
-    PluginMissing,
-    ScoreRequest,
-    ScoreResult,
-    Trace,
-    Version,
-)
+from adapters.contract import GenerationRequest, PluginMissing, ScoreRequest, Trace, Version
 
 from . import patches
-from .records import Record
+from .messages import Handover
+from .outcomes import Outcome, Running, outcome
 from .settings import EngineSettings
+from .transfers import Transfers, prefill_params, reader_params, transfer_config
 
 WORKER = "adapters.vllm_engine.worker.TetherWorker"
-
-
-class Running:
-    """What a request has produced so far."""
-
-    def __init__(self, request: GenerationRequest | ScoreRequest, internal_id: str) -> None:
-        self.request, self.internal_id = request, internal_id
-        self.token_ids: list[int] = []
-        self.logprobs: list[float] = []
 
 
 class Core:
@@ -46,6 +31,7 @@ class Core:
             _check_plugin()  # first: without it vLLM's own error would be about an unknown model
         (self.trace_layout, *_) = self.rpc("tether_install", settings.execution, settings.staging)
         self.model_config = self.engine.vllm_config.model_config
+        self.transfers = Transfers(self.engine, self.rpc) if settings.transfer else None
         self._running: dict[str, Running] = {}
         self._policy_errors: dict[str, str | None] = {}
 
@@ -70,27 +56,60 @@ class Core:
     def num_running(self) -> int:
         return len(self._running)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether stepping can change anything: requests, or prompts that others still have to read."""
+        return bool(self._running) or (self.transfers is not None and self.transfers.pending)
+
     def add(self, request: GenerationRequest) -> None:
         """Raises ValueError if the request cannot run; the others are not touched."""
+        self._add_generation(request, {})
+
+    def add_prefill(self, request: GenerationRequest) -> None:
+        """Computes the prompt of a request for others. Raises ValueError if the request cannot run."""
+        self._add_generation(
+            request, prefill_params(), transfer="prefill", max_tokens=1, ignore_eos=True, temperature=0
+        )
+
+    def add_decode(self, request: GenerationRequest, handover: Handover, readers: int, version: Version) -> None:
+        """Goes on from a prompt that another engine computed under `version`, which this engine serves.
+
+        Raises:
+            ValueError: the request cannot run.
+            StaleHandover: other weights computed the prompt.
+        """
+        extra = reader_params(handover, readers, version)
+        if self.trace_layout.prompt_value is None:
+            layout = self.trace_layout
+            if handover.rows is None or len(handover.rows) != len(request.prompt_token_ids) * layout.row_bytes:
+                raise ValueError(f"the handover lacks what the prompt's tokens ran, a row of {layout.kind} for each")
+            extra["prompt_rows"] = handover.rows
+        self._add_generation(request, extra, transfer="decode")
+
+    def _add_generation(
+        self, request: GenerationRequest, extra: dict[str, Any], *, transfer: str | None = None, **changes: Any
+    ) -> None:
         self._check_policy(request.execution)
         sampling, trace = request.sampling, request.trace
-        extra: dict[str, Any] = {"execution": request.execution}
         if trace is not None:
             self._check_trace(trace, min(len(request.prompt_token_ids), trace.shape[0]))
             extra["trace"] = trace.data
+        wanted = {
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+            "max_tokens": sampling.max_tokens,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "ignore_eos": sampling.ignore_eos,
+            "seed": request.effective_seed,
+        }
         params = VllmSamplingParams(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            max_tokens=sampling.max_tokens,
-            stop_token_ids=list(sampling.stop_token_ids),
-            ignore_eos=sampling.ignore_eos,
-            seed=request.effective_seed,
+            **{**wanted, **changes},
             logprobs=0,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            extra_args=extra,
+            extra_args={"execution": request.execution, **extra},
         )
         room = self.model_config.max_model_len - len(request.prompt_token_ids)
         if sampling.max_tokens > room:
@@ -99,7 +118,8 @@ class Core:
                 f"expected at most {room}: the engine's sequences end at {self.model_config.max_model_len}"
             )
         # Blocks of a continued response hold what its tokens ran, not what a prompt's do: they are nobody else's.
-        self._add(request, request.prompt_token_ids, params, None if trace is None else f"turn/{request.request_id}")
+        salt = None if trace is None else f"turn/{request.request_id}"
+        self._add(request, request.prompt_token_ids, params, cache_salt=salt, transfer=transfer)
 
     def add_score(self, request: ScoreRequest) -> None:
         """Scores ride as a prompt of all input tokens; its own cache salt keeps its blocks to itself."""
@@ -124,6 +144,7 @@ class Core:
         tokens: Sequence[int],
         params: VllmSamplingParams,
         cache_salt: str | None = None,
+        transfer: str | None = None,
     ) -> None:
         if request.request_id in self._running:
             raise ValueError(f"request id {request.request_id!r} is already running")
@@ -132,7 +153,7 @@ class Core:
         if cache_salt is not None:
             prompt["cache_salt"] = cache_salt
         internal_id = self.engine.add_request(request.request_id, prompt, params)
-        self._running[request.request_id] = Running(request, internal_id)
+        self._running[request.request_id] = Running(request, internal_id, transfer)
 
     def _check_trace(self, trace: Trace, num_inputs: int) -> None:
         layout = self.trace_layout
@@ -161,11 +182,12 @@ class Core:
         if error := self._policy_errors[text]:
             raise ValueError(error)
 
-    def step(self, version: Version) -> list[GenerationResult | ScoreResult]:
+    def step(self, version: Version) -> list[Outcome]:
         """One scheduler step -> the requests it finished."""
         finished = []
         for output in self.engine.step():
             running = self._running[output.request_id]
+            running.params = output.kv_transfer_params
             (completion,) = output.outputs
             running.token_ids += completion.token_ids
             if completion.logprobs is not None:  # a score request asks for none
@@ -175,13 +197,23 @@ class Core:
                 finished.append((running, str(completion.finish_reason)))
         return self._finish(finished, version)
 
-    def abort(self, request_ids: Sequence[str], version: Version) -> list[GenerationResult | ScoreResult]:
+    def take_arrivals(self) -> list[tuple[str, int]]:
+        """(request, bytes) of the handed over prompts whose keys and values came since the last call."""
+        arrived = self.transfers.take_arrived() if self.transfers else {}
+        found = (
+            [(r, arrived[r.internal_id]) for r in self._running.values() if r.internal_id in arrived] if arrived else []
+        )
+        for running, num_bytes in found:
+            running.num_bytes = num_bytes
+        return [(running.request.request_id, num_bytes) for running, num_bytes in found]
+
+    def abort(self, request_ids: Sequence[str], version: Version) -> list[Outcome]:
         """Ends requests with what they have; ids that are not running are ignored."""
         ended = [self._running[r] for r in request_ids if r in self._running]
         self.engine.abort_request([r.request.request_id for r in ended])
         return self._finish([(r, "abort") for r in ended], version)
 
-    def abort_all(self, version: Version) -> list[GenerationResult | ScoreResult]:
+    def abort_all(self, version: Version) -> list[Outcome]:
         return self.abort(list(self._running), version)
 
     def drop_caches(self) -> None:
@@ -189,42 +221,16 @@ class Core:
         if not self.engine.reset_prefix_cache():
             raise RuntimeError("vLLM refused to reset the prefix cache while requests hold blocks of it")
 
-    def _finish(self, ended: list[tuple[Running, str]], version: Version) -> list[GenerationResult | ScoreResult]:
+    def _finish(self, ended: list[tuple[Running, str]], version: Version) -> list[Outcome]:
         if not ended:
             return []
         (records, *_) = self.rpc("tether_take", [r.internal_id for r, _ in ended])
-        results: list[GenerationResult | ScoreResult] = []
-        for (running, reason), record in zip(ended, records, strict=True):
+        for running, _ in ended:
             del self._running[running.request.request_id]
-            if isinstance(running.request, ScoreRequest):
-                results.append(_score_result(running.request, record, reason, version))
-            else:
-                results.append(self._generation_result(running, record, reason, version))
-        return results
-
-    def _generation_result(
-        self, running: Running, record: Record | None, reason: str, version: Version
-    ) -> GenerationResult:
-        request = running.request
-        assert isinstance(request, GenerationRequest)
-        num_inputs = len(request.prompt_token_ids) + len(running.token_ids) - 1
-        trace = None
-        if running.token_ids:
-            layout = self.trace_layout
-            if record is None or len(record.trace) < num_inputs * layout.row_bytes:
-                got = "none" if record is None else f"{len(record.trace) // layout.row_bytes} rows"
-                raise RuntimeError(f"request {request.request_id!r}: trace {got}, expected {num_inputs} rows")
-            rows = record.trace[: num_inputs * layout.row_bytes]
-            trace = Trace(layout.kind, (num_inputs, *layout.row_shape), rows)
-        return GenerationResult(
-            request_id=request.request_id,
-            token_ids=tuple(running.token_ids),
-            logprobs=tuple(running.logprobs),
-            seed=request.effective_seed,
-            version=version,
-            finish_reason=reason,  # type: ignore[arg-type]
-            trace=trace,
-        )
+        return [
+            outcome(running, record, reason, version, self.trace_layout)
+            for (running, reason), record in zip(ended, records, strict=True)
+        ]
 
 
 def _check_plugin() -> None:
@@ -233,13 +239,6 @@ def _check_plugin() -> None:
             "vLLM started without Tether's plugin, see its log above for the reason. Is the project installed "
             "(scripts/setup.sh), so that the entry point vllm.general_plugins 'tether' exists?"
         )
-
-
-def _score_result(request: ScoreRequest, record: Record | None, reason: str, version: Version) -> ScoreResult:
-    wanted = len(request.token_ids) - request.num_prompt_tokens
-    scores = record.scores if record is not None and reason != "abort" else ()
-    error = None if len(scores) == wanted else f"ended by {reason!r} before every token was scored"
-    return ScoreResult(request_id=request.request_id, logprobs=scores, version=version, error=error)
 
 
 _ANY_SHARE = 0.01  # vLLM demands this share of the device's memory to be free even when the cache's size is given
@@ -259,6 +258,7 @@ def _engine_args(settings: EngineSettings) -> EngineArgs:
         enable_prefix_caching=settings.enable_prefix_caching,
         tensor_parallel_size=settings.tensor_parallel,
         seed=settings.seed,
+        kv_transfer_config=transfer_config(settings.transfer) if settings.transfer else None,
         enforce_eager=True,
         skip_tokenizer_init=True,
         logprobs_mode="processed_logprobs",

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from adapters.contract import GenerationRequest, GenerationResult, Health, ScoreRequest, ScoreResult, Version
 
 from . import leftovers, messages
-from .connection import PROCESS, Connection
+from .connection import Connection
+from .launch import PROCESS
 from .offers import Clock, InFlight, Offer, PublishingEngine
 from .settings import EngineSettings
 

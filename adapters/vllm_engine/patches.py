@@ -154,3 +154,28 @@ def rewind_discarded_draws(runner: Any) -> None:
         return original(*args, **kwargs)
 
     runner._sample = sample
+
+
+PROGRESS_MICROSECONDS = 100
+
+
+def rest_between_progress() -> None:
+    """Lets NIXL's progress thread sleep between two looks at its connections. Idempotent.
+
+    Reason: NIXL 1.5 sets the delay to 0, so the thread of every agent keeps a core busy for ever; on a CPU engine that
+    core is taken from the model, and even transfers become slower by it.
+    """
+    from nixl._api import nixlBind
+
+    original = nixlBind.nixlAgentConfig
+    if hasattr(original, _MARK):
+        return
+    if not hasattr(original, "pthrDelay"):
+        raise RuntimeError("nixlAgentConfig has no pthrDelay: NIXL moved. Use the pinned version or review this patch")
+
+    class RestingConfig(original):  # type: ignore[misc, valid-type]
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, PROGRESS_MICROSECONDS if name == "pthrDelay" else value)
+
+    setattr(RestingConfig, _MARK, True)
+    nixlBind.nixlAgentConfig = RestingConfig

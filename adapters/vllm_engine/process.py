@@ -15,8 +15,12 @@ import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from adapters.contract import EngineDead, EngineOutOfMemory, EngineStartFailed, PluginMissing
+
+if TYPE_CHECKING:
+    from .settings import EngineSettings
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # this process is the engine core: no further one
@@ -45,6 +49,17 @@ def environment(base: dict[str, str], *, cuda: bool) -> dict[str, str]:
     return {**defaults, **base, **ENVIRONMENT}
 
 
+def own_environment(settings: EngineSettings) -> dict[str, str]:
+    """What one engine's own settings put into its environment, and into nobody else's."""
+    variables = {}
+    if settings.devices:
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, settings.devices))
+    if settings.transfer is not None:
+        variables["UCX_TLS"] = settings.transfer.transports
+        variables["VLLM_NIXL_SIDE_CHANNEL_HOST"] = settings.transfer.host
+    return variables
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs an engine until its client ends it. Does not return."""
     parser = argparse.ArgumentParser()
@@ -66,14 +81,18 @@ def _serve(directory: Path, settings: str) -> None:
     import zmq
 
     from .heartbeat import Heart
-    from .service import Service
     from .settings import EngineSettings
+
+    engine_settings = EngineSettings.from_json(settings)
+    os.environ.update(own_environment(engine_settings))  # before anything reads it
+
+    from .service import Service
 
     heart = Heart(directory / "heartbeat")
     socket = zmq.Context.instance().socket(zmq.PAIR)
     socket.connect(f"ipc://{directory}/socket")
     try:
-        service = Service(EngineSettings.from_json(settings), socket, heart)
+        service = Service(engine_settings, socket, heart)
     except (PluginMissing, MemoryError):
         raise
     except Exception as error:

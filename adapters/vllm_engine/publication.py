@@ -11,6 +11,7 @@ version commits.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -58,10 +59,16 @@ class Publication:
         self._served = self._fingerprint(rpc("fingerprint"))
         self._offered: tuple[Version, Manifest] | None = None
         self._prepared = False
+        self._held: tuple[Version, str, dict[str, str]] | None = None
 
     @property
     def running(self) -> bool:
-        return self._offered is not None
+        return self._offered is not None or self._held is not None
+
+    @property
+    def held(self) -> bool:
+        """Whether a commit waits for `settle` or `revert`."""
+        return self._held is not None
 
     def begin(self, version: Version, manifest: Manifest) -> bool:
         """Opens a transaction, ending one that was left open. True if this very version is already served."""
@@ -92,8 +99,12 @@ class Publication:
         _refuse(version, problems)
         self._prepared = True
 
-    def commit(self, drop_caches: Callable[[], None]) -> None:
-        """Makes the version the one that is served. The caller has ended or drained what was in flight."""
+    def commit(self, drop_caches: Callable[[], None], *, hold: bool = False) -> None:
+        """Makes the version the one that is served. The caller has ended or drained what was in flight.
+
+        Args:
+            hold: load and verify, and wait for `settle` or `revert`: other engines commit the same version.
+        """
         version, manifest = self._transaction()
         if not self._prepared:
             raise PublicationRefused(f"version {version}: commit before prepare succeeded; nothing changed")
@@ -104,10 +115,24 @@ class Publication:
         except Exception as error:
             self._offered, self._prepared = None, False
             self._roll_back(version, drop_caches, error)
-        self._rpc("settle")
-        self.version, self.blocked = version, None
-        self._served, self._served_manifest = wanted, manifest.digest
         self._offered, self._prepared = None, False
+        self._held = version, manifest.digest, wanted
+        if not hold:
+            self.settle()
+
+    def settle(self) -> None:
+        """A held commit counts, and what served before is let go. Idempotent."""
+        if self._held is not None:
+            self._rpc("settle")
+            (self.version, self._served_manifest, self._served), self._held = self._held, None
+            self.blocked = None
+
+    def revert(self, drop_caches: Callable[[], None]) -> None:
+        """Takes a held commit back: what served before serves again, verified. Idempotent. Raises EngineBlocked."""
+        if self._held is not None:
+            (version, _, _), self._held = self._held, None
+            with contextlib.suppress(PublicationFailed):
+                self._roll_back(version, drop_caches, EngineError("another engine did not commit it"))
 
     def abort(self) -> None:
         """Forgets an open transaction; the served version is untouched. Idempotent."""
@@ -119,6 +144,8 @@ class Publication:
         """Raises EngineBlocked unless a whole version serves."""
         if self.blocked is not None:
             raise EngineBlocked(f"{self.blocked}; publish a newer full version")
+        if self._held is not None:
+            raise EngineBlocked(f"version {self._held[0]} is loaded and neither settled nor reverted")
 
     def _before_commit(self, method: str, argument: Any) -> list[Any]:
         """Calls every worker. An error ends the transaction: nothing that is served has changed."""

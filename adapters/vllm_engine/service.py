@@ -8,18 +8,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import zmq
 
 from adapters.contract import EngineError, GenerationRequest, GenerationResult, Health, ScoreRequest, ScoreResult
 from adapters.hf_convert.directory import HFDirectory
 
 from . import messages
-from .core import Core
+from .core import Core, Outcome
 from .heartbeat import Heart
 from .publication import Publication
 from .settings import EngineSettings
+from .transfers import StaleHandover, Transfers
 
 IDLE_MILLISECONDS = 500
+WAITING_MILLISECONDS = 2
+"""Between two looks at keys and values that travel."""
+LET_GO_SECONDS = 10.0
 
 logger = logging.getLogger("tether.engine")
 
@@ -49,15 +54,21 @@ class Service:
             dtype=str(self.core.model_config.dtype).removeprefix("torch."),
         )
         self._scores: dict[str, ScoreBatch] = {}
-        self._closing = False
+        self._closing, self._working = False, True
         self._handlers: dict[type, Callable[[Any], Any]] = {
             messages.Generate: self._generate,
+            messages.Prefill: self._prefill,
+            messages.Decode: self._decode,
+            messages.Release: lambda call: self._transfers.release(call.prefill_ids),
+            messages.ForgetPeer: lambda call: self._transfers.forget(call.engine_id),
             messages.Abort: self._abort,
             messages.Score: self._score,
-            messages.Begin: lambda call: self.publication.begin(call.version, call.manifest),
+            messages.Begin: self._begin,
             messages.Stage: lambda call: self.publication.stage(call.bucket),
             messages.Prepare: lambda call: self.publication.prepare(),
             messages.Commit: self._commit,
+            messages.Settle: lambda call: self.publication.settle(),
+            messages.Revert: lambda call: self.publication.revert(self.core.drop_caches),
             messages.AbortPublication: lambda call: self.publication.abort(),
             messages.GetHealth: self._health,
             messages.GetCounters: lambda call: self.core.rpc("tether_counters")[0],
@@ -70,18 +81,34 @@ class Service:
         Raises:
             RuntimeError: a worker process died.
         """
-        self._send(messages.Ready(pid=os.getpid(), trace_kind=self.core.trace_kind))
+        self._send(self._ready())
         while not self._closing:
-            wait = 0 if self.core.num_running else IDLE_MILLISECONDS
+            wait = IDLE_MILLISECONDS if not self.core.is_busy else 0 if self._working else WAITING_MILLISECONDS
             while not self._closing and self._socket.poll(wait):
                 self._answer(messages.decode_call(self._socket.recv()))
                 wait = 0
-            if self.core.num_running and not self._closing:
+            if self.core.is_busy and not self._closing:
                 self._step()
 
+    def _ready(self) -> messages.Ready:
+        ready = messages.Ready(pid=os.getpid(), trace_kind=self.core.trace_kind)
+        if (transfers := self.core.transfers) is None:
+            return ready
+        return msgspec.structs.replace(
+            ready, engine_id=transfers.engine_id, num_cache_tokens=transfers.num_cache_tokens
+        )
+
     def _step(self) -> None:
-        self._deliver(self.core.step(self.publication.version))
-        self._heart.progress()
+        outcomes, arrivals = self.core.step(self.publication.version), self.core.take_arrivals()
+        for request_id, num_bytes in arrivals:
+            self._send(messages.Arrived(request_id=request_id, num_bytes=num_bytes))
+        self._deliver(outcomes)
+        # Waiting for another engine's keys and values is no progress: whoever waits for this one must see that.
+        self._working = (
+            bool(outcomes or arrivals) or self.core.transfers is None or self.core.transfers.num_scheduled > 0
+        )
+        if self._working:
+            self._heart.progress()
 
     def _answer(self, call: messages.AnyCall) -> None:
         try:
@@ -114,6 +141,31 @@ class Service:
             error=f"{type(error).__name__}: {error}",
         )
 
+    @property
+    def _transfers(self) -> Transfers:
+        if self.core.transfers is None:
+            raise ValueError("this engine passes no keys and values on: it was started without `transfer` settings")
+        return self.core.transfers
+
+    def _prefill(self, call: messages.Prefill) -> None:
+        self.publication.check_serving()
+        for request in call.requests:
+            try:
+                self.core.add_prefill(request)
+            except Exception as error:
+                message = f"{type(error).__name__}: {error}"
+                self._send(messages.Prefilled(request_id=request.request_id, error=message))
+
+    def _decode(self, call: messages.Decode) -> None:
+        self.publication.check_serving()
+        for request, handover in zip(call.requests, call.handovers, strict=True):
+            try:
+                self.core.add_decode(request, handover, call.readers, self.publication.version)
+            except StaleHandover as error:
+                self._send(messages.Lost(request_id=request.request_id, reason=str(error)))
+            except Exception as error:
+                self._send(messages.Result(result=self._failed(request, error)))
+
     def _abort(self, call: messages.Abort) -> None:
         self._deliver(self.core.abort(call.request_ids, self.publication.version))
 
@@ -133,13 +185,19 @@ class Service:
         message = f"{type(error).__name__}: {error}"
         return ScoreResult(request_id=request.request_id, logprobs=(), version=self.publication.version, error=message)
 
+    def _begin(self, call: messages.Begin) -> bool:
+        self.publication.revert(self.core.drop_caches)  # a commit that nobody settled
+        return self.publication.begin(call.version, call.manifest)
+
     def _commit(self, call: messages.Commit) -> None:
         if call.in_flight == "abort":
             self._deliver(self.core.abort_all(self.publication.version))
         while self.core.num_running:
             self._step()
-        self.publication.commit(self.core.drop_caches)
-        logger.info("version %s is served", self.publication.version)
+        if self.core.transfers is not None:
+            self.core.transfers.let_go(LET_GO_SECONDS)
+        self.publication.commit(self.core.drop_caches, hold=call.hold)
+        logger.info("version %s is served%s", self.publication.version, ", the next one is loaded" * call.hold)
 
     def _health(self, call: messages.GetHealth) -> Health:
         publication = self.publication
@@ -155,10 +213,13 @@ class Service:
     def _shutdown(self, call: messages.Shutdown) -> None:
         self._closing = True
 
-    def _deliver(self, results: Sequence[GenerationResult | ScoreResult]) -> None:
+    def _deliver(self, results: Sequence[Outcome]) -> None:
         for result in results:
             if isinstance(result, GenerationResult):
                 self._send(messages.Result(result=result))
+                continue
+            if not isinstance(result, ScoreResult):
+                self._send(result)
                 continue
             batch = self._scores.pop(result.request_id)
             batch.done[result.request_id] = result

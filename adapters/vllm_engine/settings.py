@@ -8,6 +8,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+Role = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferSettings:
+    """How an engine passes keys and values on, or gets them."""
+
+    role: Role
+    """Computes prompts for others, or goes on from prompts that others computed."""
+    transports: str
+    """What UCX may use (its UCX_TLS), such as "tcp,self,sm"."""
+    host: str = "127.0.0.1"
+    """Address at which a prefill worker is asked for its handles, at a port that the system chooses."""
+    transfer_seconds: float = 60.0
+    """Longest time that the keys and values of one prompt may take to arrive."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
@@ -46,6 +62,10 @@ class EngineSettings:
     """Workers over which each layer is split."""
     seed: int = 0
     """vLLM's own seed; requests carry theirs."""
+    devices: tuple[int, ...] = ()
+    """CUDA devices of this engine; empty takes those that are visible, from the first on."""
+    transfer: TransferSettings | None = None
+    """Its part in a prefill/decode-disaggregated engine; None for an engine of its own."""
     start_method: Literal["spawn", "forkserver"] | None = None
     """How the process starts: anew, or forked from a server that has vLLM imported (seconds, but never with CUDA).
     None takes the fork server where no CUDA device is."""
@@ -67,4 +87,6 @@ class EngineSettings:
     @classmethod
     def from_json(cls, text: str) -> EngineSettings:
         values = json.loads(text)
-        return cls(**{**values, "model": Path(values["model"]), "log_path": Path(values["log_path"])})
+        transfer = TransferSettings(**values["transfer"]) if values["transfer"] else None
+        paths = {name: Path(values[name]) for name in ("model", "log_path")}
+        return cls(**{**values, **paths, "devices": tuple(values["devices"]), "transfer": transfer})

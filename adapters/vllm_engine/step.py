@@ -60,6 +60,16 @@ class Step:
             self._adopt_prefixes(self._cache_rows)
         self._records.record(self.slots, self.position, values)
 
+    def place_handed_over(self, indices: Iterable[int]) -> None:
+        """Puts what handed over prompts ran beside their keys and values, which another engine wrote into the cache."""
+        assert self._cache_rows is not None or not indices
+        for i in indices:
+            positions = np.arange(self._first[i])
+            slots = np.full(len(positions), self.request_slots[i])
+            self._cache_rows.write(  # type: ignore[union-attr]
+                self._host_cache_slots(i, positions), self._records.recorded(slots, positions)
+            )
+
     def _adopt_prefixes(self, cache_rows: CacheRows) -> None:
         """Gives requests that begin behind a cached prefix the rows of its tokens.
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.forward_context import get_forward_context
 
 from . import patches
@@ -67,6 +68,14 @@ class TetherWorker:
             "records": len(self.tether_records),
         }
 
+    def tether_release(self, prefill_ids: Sequence[str]) -> None:
+        """Lets go of prompts that were computed for others."""
+        get_kv_transfer_group().connector_worker.release(prefill_ids)
+
+    def tether_forget_peer(self, engine_id: str) -> None:
+        """Drops what the connector knows of an engine that has ended."""
+        get_kv_transfer_group().connector_worker.forget(engine_id)
+
     def tether_weights_call(self, method: str, *args: Any) -> Any:
         """Calls a step of the weight transaction on this worker."""
         return getattr(self.tether_weights, method)(*args)
@@ -85,8 +94,9 @@ class TetherWorker:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not get_forward_context().attn_metadata:  # a dummy run has no requests
                 return original(*args, **kwargs)
-            self._open_records(runner, model)
+            handed_over = self._open_records(runner, model)
             model.step = step = Step(runner, self.tether_records, self._tether_cache_rows)
+            step.place_handed_over(handed_over)
             try:
                 hidden = original(*args, **kwargs)
             finally:
@@ -96,16 +106,17 @@ class TetherWorker:
 
         runner._model_forward = forward
 
-    def _open_records(self, runner: Any, model: TracedModel) -> None:
-        batch = runner.input_batch
-        for request_id in batch.req_ids[: batch.num_reqs]:
+    def _open_records(self, runner: Any, model: TracedModel) -> list[int]:
+        """-> the indices of requests whose prompt was handed over with what its tokens ran."""
+        batch, handed_over = runner.input_batch, []
+        for i, request_id in enumerate(batch.req_ids[: batch.num_reqs]):
             if request_id in self.tether_records:
                 continue
             state = runner.requests[request_id]
             extra = state.sampling_params.extra_args or {}
             prompt = len(state.prompt_token_ids)
             policy = self._policy(extra.get("execution"))
-            layout, given = model.trace_layout, extra.get("trace")
+            layout, given = model.trace_layout, extra.get("prompt_rows") or extra.get("trace")
             known = np.frombuffer(given or b"", np.uint8).reshape(-1, *layout.row_shape)
             if layout.prompt_value is not None and len(known) < prompt:
                 rest = np.full((prompt - len(known), *layout.row_shape), layout.prompt_value, np.uint8)
@@ -124,6 +135,9 @@ class TetherWorker:
                 policy=policy.vector,
                 order=order,
             )
+            if "prompt_rows" in extra:
+                handed_over.append(i)
+        return handed_over
 
     def _hook_removed(self, runner: Any) -> None:
         """vLLM's own hook for what belongs to a request: called once it has finished or was aborted."""

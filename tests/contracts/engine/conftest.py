@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from adapters.contract import GenerationRequest, GenerationResult, SamplingParams, Version
+from adapters.vllm_engine.disaggregated import DisaggregatedEngine
+from adapters.vllm_engine.launch import PROCESS
 from adapters.vllm_engine.local import LocalEngine
 from adapters.vllm_engine.settings import EngineSettings
 from tests.tiny import write_olmoe, write_ouro
@@ -21,7 +22,8 @@ MODELS = {"ouro": write_ouro, "olmoe": write_olmoe}
 ROUNDING = {"loops": 0.0, "experts": 2e-6}
 """By trace kind: how far log-probs may change with the batch (fp32, CPU). Dense layers compute a row alike in every
 batch; the fused experts' sums depend on how many rows an expert gets, which shows in the last bits."""
-_updates = itertools.count(1)
+PD_ENGINES = ("1P1D", "1P2D")
+"""Prefill and decode workers of the disaggregated engines that must pass the whole suite."""
 
 
 def settings_for(model: Path, log: Path, **overrides: Any) -> EngineSettings:
@@ -47,12 +49,24 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return {name: MODELS[request.param](folder / name, seed=seed) for seed, name in enumerate("AB")}
 
 
-@pytest.fixture(scope="session", params=["local"])
+def start_engine(kind: str, model: Path, folder: Path, *, module: str = PROCESS, **overrides: Any) -> Any:
+    """ "local", or "1P2D" for one prefill and two decode workers."""
+    if kind == "local":
+        return LocalEngine(settings_for(model, folder / "engine.log", **overrides), module=module)
+    counts = {"prefill": int(kind[0]), "decode": int(kind[2])}
+    workers = {
+        role: [settings_for(model, folder / f"{role}{i}.log", **overrides) for i in range(count)]
+        for role, count in counts.items()
+    }
+    return DisaggregatedEngine(**workers, module=module)
+
+
+@pytest.fixture(scope="session", params=["local", *(pytest.param(kind, marks=pytest.mark.slow) for kind in PD_ENGINES)])
 def engine(
     request: pytest.FixtureRequest, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Any]:
     """One engine for the whole suite; a test leaves it serving the tiny model's weights (`restore`)."""
-    with LocalEngine(settings_for(models["A"], tmp_path_factory.mktemp("engine") / "engine.log")) as running:
+    with start_engine(request.param, models["A"], tmp_path_factory.mktemp("engine")) as running:
         yield running
 
 
