@@ -54,8 +54,8 @@ class DisaggregatedEngine(PublishingEngine):
             ValueError: no worker of a role, or workers that differ in what they must share.
             EngineStartFailed, EngineTimeout: no transport works, or a process did not come up.
         """
-        super().__init__()
         check_alike(prefill, decode)
+        super().__init__(prefill[0].staging)
         if removed := leftovers.remove_abandoned():
             logger.info("removed what killed processes left behind: %s", sorted(str(path) for path in removed))
         self.transports = transports.choose(transports_wanted)

@@ -15,8 +15,8 @@ from .settings import EngineSettings, Role, TransferSettings
 
 PROBE_SECONDS = 5.0
 """How long a restart waits for a worker to say how it is."""
-SHARED = ("model", "dtype", "max_model_len", "block_size", "execution", "tensor_parallel")
-"""Settings in which all workers agree: they shape the KV cache and what is computed."""
+SHARED = ("model", "dtype", "max_model_len", "block_size", "execution", "tensor_parallel", "staging")
+"""Settings in which all workers agree: what is computed, what the KV cache looks like, how weights come."""
 
 logger = logging.getLogger(__name__)
 
