@@ -171,6 +171,7 @@ def to_json(
             "reward": reward,
             "advantage": advantage,
             "finish_reason": result.finish_reason,
+            **({"kv_bytes": result.kv_bytes} if result.kv_bytes else {}),
         }
 
 

@@ -20,7 +20,7 @@ from tether.depth import DepthSchedule
 from tether.learning_settings import LearningSettings, learning_violations, preset_lines, with_presets
 
 DTYPES = ("auto", "float32", "bfloat16")
-ENGINES = ("local",)
+ENGINES = ("local", "pd")
 SAVE_FORMATS = ("reshardable", "same_layout")
 REPLAYS = ("rollout", "trainer", "none")
 
@@ -50,7 +50,13 @@ class Settings(LearningSettings):
     depth: str = "full"
     """Loops of generated tokens: full, fixed:K, cycle:3,4,2 (by update), {early,delayed}:THRESHOLD:MIN:MAX."""
     engine: str = "local"
-    """Which engine makes the rollouts: local (vLLM in a process of its own)."""
+    """Which engine makes the rollouts: local (one vLLM process), or pd (prompts and answers in different ones)."""
+    prefill: int = 1
+    """Processes that compute prompts, with engine=pd."""
+    decode: int = 1
+    """Processes that generate from computed prompts, with engine=pd."""
+    transports: str = "auto"
+    """How keys and values travel between them, a list for UCX such as tcp,self,sm; auto takes the first that works."""
     reward: str = "tether.rewards:exact_match"
     """Reward function, module:function."""
     save_every: int = 2
@@ -82,7 +88,7 @@ class Settings(LearningSettings):
     router_z_coefficient: float = 0.001
     """Weight of the routers' z-loss."""
     rollout_devices: int = 1
-    """Devices of the engine (tensor parallel)."""
+    """Devices of the engine, or of each of its processes (tensor parallel)."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm; the norm before is logged."""
     weight_decay: float = 0.0
@@ -155,7 +161,8 @@ class Settings(LearningSettings):
 UNCONTRACTED = frozenset(
     {"train_devices", "tensor_parallel", "expert_parallel", "sequence_parallel", "pipeline_parallel",
      "context_parallel", "distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "rollout_devices",
-     "engine", "save_every", "keep_rollouts", "keep_last", "keep_every", "async_save", "save_format",
+     "engine", "prefill", "decode", "transports", "save_every", "keep_rollouts", "keep_last", "keep_every",
+     "async_save", "save_format",
      "stop_after_seconds", "diagnose", "eval_data", "eval_every", "eval_samples", "eval_pass_reward", "tensorboard",
      "profile", "prometheus_port",
      "max_concurrent_samples", "kv_cache_bytes",
@@ -263,7 +270,7 @@ def _violations(s: Settings) -> list[tuple[str, str]]:
     """(field, what was expected) of every field outside its range."""
     at_least = {name: 1 for name in ("prompts_per_update", "max_new_tokens", "save_every", "tokens_per_microbatch")}
     at_least |= dict.fromkeys(("tensor_parallel", "expert_parallel", "pipeline_parallel", "context_parallel"), 1)
-    at_least |= dict.fromkeys(("train_devices", "rollout_devices", "max_concurrent_samples"), 1)
+    at_least |= dict.fromkeys(("train_devices", "rollout_devices", "prefill", "decode", "max_concurrent_samples"), 1)
     at_least |= {
         name: 0 for name in ("seed", "lr_warmup_updates", "lr_decay_updates", "keep_last", "keep_every", "eval_every")
     }
@@ -274,6 +281,7 @@ def _violations(s: Settings) -> list[tuple[str, str]]:
     rules = {
         "dtype": (s.dtype in DTYPES, f"one of {', '.join(DTYPES)}"),
         "engine": (s.engine in ENGINES, f"one of {', '.join(ENGINES)}"),
+        "transports": (bool(s.transports), "auto, or names separated by commas"),
         "weight_decay": (math.isfinite(s.weight_decay) and s.weight_decay >= 0, "a finite number >= 0"),
         "router_replay": (s.router_replay in REPLAYS, f"one of {', '.join(REPLAYS)}"),
         "balance_coefficient": (math.isfinite(s.balance_coefficient) and s.balance_coefficient >= 0, "finite, >= 0"),

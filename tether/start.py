@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adapters.contract import EngineError, derive_seed
+from tether.engines import ENGINE_LOGS, start_engine
 from tether.learn import grpo_settings
-from tether.memory import cache_bytes, estimate
+from tether.memory import estimate
 from tether.prepare import Job
 from tether.progress import last_lines
 from tether.ranks import from_rank_zero, rank
@@ -25,11 +26,7 @@ if TYPE_CHECKING:
     from adapters.megatron.reference import ReferencePolicy
     from adapters.megatron.routing import RouterSettings
     from adapters.megatron.trainer import Trainer
-    from adapters.vllm_engine.local import LocalEngine
-    from adapters.vllm_engine.settings import EngineSettings
-
-ENGINE_LOG = "engine.log"
-SMALLEST_CACHE_BYTES = 64 << 20
+    from tether.engines import AnyEngine
 
 
 def files(job: Job) -> None:
@@ -49,16 +46,16 @@ def files(job: Job) -> None:
 
 
 @contextlib.contextmanager
-def launch_engine(job: Job) -> Iterator[Callable[[], LocalEngine | None]]:
+def launch_engine(job: Job) -> Iterator[Callable[[], AnyEngine | None]]:
     """Starts the engine in the background, on rank 0; it is closed at the end.
 
     Yields:
         A function that waits for the engine and returns it, None on other ranks. All ranks must call it together.
     """
     with ThreadPoolExecutor(1) as executor:
-        starting = executor.submit(_start_engine, job) if rank() == 0 else None
+        starting = executor.submit(start_engine, job) if rank() == 0 else None
 
-        def wait() -> LocalEngine | None:
+        def wait() -> AnyEngine | None:
             from_rank_zero(lambda: starting.result() and None)  # type: ignore[union-attr]
             return starting.result() if starting else None
 
@@ -67,33 +64,6 @@ def launch_engine(job: Job) -> Iterator[Callable[[], LocalEngine | None]]:
         finally:
             if starting is not None and starting.exception() is None:
                 starting.result().close()
-
-
-def _start_engine(job: Job) -> LocalEngine:
-    from adapters.vllm_engine.local import LocalEngine
-
-    return LocalEngine(engine_settings(job))
-
-
-def engine_settings(job: Job) -> EngineSettings:
-    """The engine of a run; it can score every sequence that it can generate."""
-    import torch
-
-    from adapters.vllm_engine.settings import EngineSettings
-
-    s = job.settings
-    size = s.kv_cache_bytes or (None if torch.cuda.is_available() else max(cache_bytes(job), SMALLEST_CACHE_BYTES))
-    return EngineSettings(
-        model=job.arguments.model.resolve(),
-        log_path=job.directory.logs.resolve() / ENGINE_LOG,
-        max_model_len=job.context_tokens,
-        dtype=s.dtype,
-        max_num_seqs=s.max_concurrent_samples,
-        kv_cache_bytes=size,
-        tensor_parallel=s.rollout_devices,
-        seed=derive_seed(s.seed, "engine") % 2**31,
-        deadline_seconds=s.deadline_seconds,
-    )
 
 
 @contextlib.contextmanager
@@ -202,8 +172,8 @@ def failure_report(job: Job, error: Exception) -> str:
     """What went wrong, with the end of the engine's log if the engine is to blame, and where the traceback is."""
     who = "tether" if rank() == 0 else f"tether rank {rank()}"
     lines = [f"{who}: {type(error).__name__}: {error}", f"(traceback in {trainer_log(job)}; --resume goes on)"]
-    if isinstance(error, EngineError) and ENGINE_LOG not in str(error):
-        lines.insert(1, last_lines(job.directory.logs / ENGINE_LOG))
+    if isinstance(error, EngineError) and "the end of " not in str(error):
+        lines[1:1] = [last_lines(log) for log in sorted(job.directory.logs.glob(ENGINE_LOGS))]
     return "\n".join(lines)
 
 

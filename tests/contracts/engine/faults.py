@@ -2,11 +2,12 @@
 
 The product has no switch for faults. This module wraps its functions, in the engine process and its (forked) workers,
 and then runs it. A test writes lines "step|fault" into the file that TETHER_TEST_FAULT names; a wrapper that finds its
-own step there takes the line away and does what it says.
+own step there takes the line away and does what it says. "decode1:step|fault" is met by the worker of that name only.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -21,6 +22,10 @@ VARIABLE = "TETHER_TEST_FAULT"
 STALL_SECONDS = 4.0
 FIRST, LAST = "lm_head.weight", "model.norm.weight"
 """The tensors that come first and last in the tiny model's file, and so in the first and last bucket."""
+
+
+_worker = ""
+"""Name of this process among the workers of an engine of several."""
 
 
 class Injected(RuntimeError):
@@ -43,7 +48,7 @@ def due(step: str) -> str | None:
     """The fault ordered for this step, once."""
     for line in (lines := _lines()):
         ordered, _, fault = line.partition("|")
-        if ordered == step:
+        if ordered in (step, f"{_worker}:{step}"):
             _rewrite([other for other in lines if other is not line])
             return fault
     return None
@@ -148,7 +153,10 @@ def wrap_engine() -> None:
         drop(self)
 
     def faulty_step(self: Any, *args: Any) -> Any:
-        happen(due("generate"))
+        running = self._running.values()
+        happen(due("generate") if running else None)
+        happen(due("decode") if any(r.token_ids for r in running) else None)
+        happen(due("score") if any(hasattr(r.request, "mode") for r in running) else None)
         return step(self, *args)
 
     def faulty_answer(self: Any, call: Any) -> None:
@@ -163,6 +171,19 @@ def wrap_engine() -> None:
     Publication.begin, Publication._verify = faulty_begin, faulty_verify  # type: ignore[method-assign]
     Core.drop_caches, Core.step = faulty_drop, faulty_step  # type: ignore[method-assign]
     Service._answer, Service._send = faulty_answer, faulty_send  # type: ignore[method-assign]
+
+
+def wrap_transfers() -> None:
+    """Wraps the start of a read, once the connector is imported."""
+    from adapters.vllm_engine.nixl_connector import WorkerSide
+
+    read = WorkerSide._read_blocks
+
+    def faulty_read(self: Any, **fields: Any) -> bool:
+        happen(due("read"))
+        return read(self, **fields)
+
+    WorkerSide._read_blocks = faulty_read  # type: ignore[method-assign]
 
 
 def fork_workers() -> None:
@@ -180,12 +201,16 @@ def fork_workers() -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     from adapters.vllm_engine import process
 
+    global _worker
+    options = list(arguments or [])
+    _worker = Path(json.loads(options[options.index("--settings") + 1])["log_path"]).stem
     fault = due("start")
     if fault == "no plugin":
         os.environ["VLLM_PLUGINS"] = "none"
     happen(fault)
     wrap_workers()
     wrap_engine()
+    wrap_transfers()
     fork_workers()
     process.main(arguments)
 

@@ -1,0 +1,77 @@
+"""The engine that a run's settings ask for: one vLLM process, or several that divide prompts and answers among them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from adapters.contract import derive_seed
+from tether.memory import cache_bytes
+from tether.prepare import Job
+
+if TYPE_CHECKING:
+    from adapters.vllm_engine.disaggregated import DisaggregatedEngine
+    from adapters.vllm_engine.local import LocalEngine
+    from adapters.vllm_engine.settings import EngineSettings
+
+    AnyEngine = LocalEngine | DisaggregatedEngine
+
+ENGINE_LOG, ENGINE_LOGS = "engine.log", "engine*.log"
+"""The engine's log, and those of all workers of a disaggregated one: engine.prefill0.log and so on."""
+SMALLEST_CACHE_BYTES = 64 << 20
+DEVICE_SHARE = 0.9
+"""Of a device's memory, for the engines on it, where nothing says how large their caches are."""
+
+
+def start_engine(job: Job) -> AnyEngine:
+    """Starts the engine of a run and waits until it serves. Raises what its constructor does."""
+    if job.settings.engine == "local":
+        from adapters.vllm_engine.local import LocalEngine
+
+        return LocalEngine(engine_settings(job))
+
+    from adapters.vllm_engine.disaggregated import DisaggregatedEngine
+
+    prefill, decode = worker_settings(job)
+    return DisaggregatedEngine(prefill=prefill, decode=decode, transports_wanted=job.settings.transports)
+
+
+def engine_settings(job: Job) -> EngineSettings:
+    """The engine of a run, or what all of its workers share; it can score every sequence that it can generate."""
+    import torch
+
+    from adapters.vllm_engine.settings import EngineSettings
+
+    s = job.settings
+    size = s.kv_cache_bytes or (None if torch.cuda.is_available() else max(cache_bytes(job), SMALLEST_CACHE_BYTES))
+    return EngineSettings(
+        model=job.arguments.model.resolve(),
+        log_path=job.directory.logs.resolve() / ENGINE_LOG,
+        max_model_len=job.context_tokens,
+        dtype=s.dtype,
+        max_num_seqs=s.max_concurrent_samples,
+        kv_cache_bytes=size,
+        tensor_parallel=s.rollout_devices,
+        seed=derive_seed(s.seed, "engine") % 2**31,
+        deadline_seconds=s.deadline_seconds,
+    )
+
+
+def worker_settings(job: Job) -> tuple[list[EngineSettings], list[EngineSettings]]:
+    """Prefill and decode workers. On CUDA each has devices of its own if there are enough, else all share the first."""
+    import torch
+
+    s, common = job.settings, engine_settings(job)
+    names = [f"prefill{i}" for i in range(s.prefill)] + [f"decode{i}" for i in range(s.decode)]
+    apart = torch.cuda.device_count() >= len(names) * s.rollout_devices
+    together = 1 if apart else len(names)
+    workers = [
+        dataclasses.replace(
+            common,
+            log_path=common.log_path.with_name(f"engine.{name}.log"),
+            devices=tuple(range(i * s.rollout_devices, (i + 1) * s.rollout_devices)) if apart else (),
+            gpu_memory_utilization=DEVICE_SHARE / together,
+        )
+        for i, name in enumerate(names)
+    ]
+    return workers[: s.prefill], workers[s.prefill :]
