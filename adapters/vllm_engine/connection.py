@@ -161,14 +161,19 @@ class Connection:
             kind = STATUS.get(status, EngineDead if self.ready else EngineStartFailed)
             raise kind(f"engine {self.pid} ended with status {status}; {self._log_tail()}")
 
+    def ask_to_end(self) -> None:
+        """Tells the process to end itself, and does not wait. `close` does."""
+        if not self._socket.closed:
+            with contextlib.suppress(zmq.ZMQError):
+                shutdown = messages.Shutdown(call_id=next(self._calls))
+                self._socket.send(messages.encode(shutdown), zmq.NOBLOCK)
+
     def close(self, *, ask: bool = True) -> None:
         """Ends the process and its workers, politely first if `ask`; removes its files. Idempotent."""
         if self._socket.closed:
             return
         if ask and self.alive:
-            with contextlib.suppress(zmq.ZMQError):
-                shutdown = messages.Shutdown(call_id=next(self._calls))
-                self._socket.send(messages.encode(shutdown), zmq.NOBLOCK)
+            self.ask_to_end()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=END_SECONDS)
         self._end_group()

@@ -58,7 +58,7 @@ class DisaggregatedEngine(PublishingEngine):
         super().__init__(prefill[0].staging)
         if removed := leftovers.remove_abandoned():
             logger.info("removed what killed processes left behind: %s", sorted(str(path) for path in removed))
-        self.transports = transports.choose(transports_wanted)
+        self.transports = transports.choose(transports_wanted, start_seconds=prefill[0].start_seconds)
         self._fleet = Fleet(prefill, decode, transports=self.transports, module=module)
         self._router = Router(self._fleet)
         self._joint = JointTransaction(self._fleet, self._router)

@@ -194,6 +194,8 @@ class Fleet:
     def close(self) -> None:
         """Ends every process; removes every file of theirs. Idempotent."""
         for worker in self.workers:
+            worker.connection.ask_to_end()
+        for worker in self.workers:
             worker.connection.close()
 
     def _forget_peer(self, engine_id: str) -> None:

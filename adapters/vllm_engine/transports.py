@@ -40,23 +40,26 @@ AUTO = "auto"
 logger = logging.getLogger(__name__)
 
 
-def choose(wanted: str = AUTO) -> str:
+def choose(wanted: str = AUTO, *, start_seconds: float = 300.0) -> str:
     """The first list of transports that moves bytes: the wanted one, or UCX_TLS of the caller, then `CANDIDATES`.
+
+    Args:
+        start_seconds: longest wait for a process to start; `PROBE_SECONDS` count from there.
 
     Raises:
         EngineStartFailed: none of them works; says what each one met.
     """
-    return _choose(wanted, os.environ.get("UCX_TLS", ""), "cuda" if torch.cuda.is_available() else "cpu")
+    asked = os.environ.get("UCX_TLS", "") if wanted == AUTO else wanted
+    return _choose(asked, "cuda" if torch.cuda.is_available() else "cpu", start_seconds)
 
 
 @functools.cache
-def _choose(wanted: str, inherited: str, device: str) -> str:
-    asked = inherited if wanted == AUTO else wanted
+def _choose(asked: str, device: str, start_seconds: float) -> str:
     candidates = [asked] if asked else []
     candidates += [c for c in CANDIDATES[device] if c != asked]
     met = {}
     for transports in candidates:
-        problem, remarks = probe(transports, device)
+        problem, remarks = probe(transports, device, start_seconds)
         if problem is None:
             if met or remarks:
                 failed = "; ".join(f"{names}: {why}" for names, why in met.items())
@@ -66,7 +69,7 @@ def _choose(wanted: str, inherited: str, device: str) -> str:
     raise EngineStartFailed("no transport works: " + "; ".join(f"{names}: {why}" for names, why in met.items()))
 
 
-def probe(transports: str, device: str) -> tuple[str | None, list[str]]:
+def probe(transports: str, device: str, start_seconds: float) -> tuple[str | None, list[str]]:
     """Moves bytes from one process to another -> None or what went wrong, and what UCX had to remark."""
     directory = Path(tempfile.gettempdir()) / leftovers.owned_name(leftovers.ENGINE)
     directory.mkdir(mode=0o700)
@@ -75,7 +78,7 @@ def probe(transports: str, device: str) -> tuple[str | None, list[str]]:
     try:
         for role in ("source", "reader"):
             arguments = ["--role", role, "--directory", str(directory), "--device", device, "--transports", transports]
-            processes.append(start_process(__name__, arguments, log_path=log, start_method=None, seconds=PROBE_SECONDS))
+            processes.append(start_process(__name__, arguments, log_path=log, start_method=None, seconds=start_seconds))
         deadline = time.monotonic() + PROBE_SECONDS
         while (status := processes[1].poll()) is None and time.monotonic() < deadline:
             if processes[0].poll() is not None and not (directory / "source").exists():
