@@ -22,6 +22,7 @@ test-all:             ## with the long matrices, which write benchmarks/results;
 	scripts/test.sh -m "not gpu"
 	$(PYTHON) -m tests.contracts.depth.matrix
 	$(PYTHON) -m tests.contracts.engine.fault_matrix
+	$(PYTHON) -m tests.contracts.engine.pd_matrix
 	$(PYTHON) -m tests.layouts.matrix
 
 test-gpu:             ## on a machine with CUDA

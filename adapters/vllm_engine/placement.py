@@ -74,9 +74,19 @@ class Group:
     leading: dict[Worker, Task | None] = field(default_factory=dict)
 
     def prefill_request(self) -> GenerationRequest:
-        """Only the prompt: what is wrong with one of the requests fails that one alone, where it decodes."""
-        sampling = SamplingParams(max_tokens=1)
-        return GenerationRequest(request_id=self.prefill_id, prompt_token_ids=self.prompt, sampling=sampling, seed=0)
+        """Only the prompt: what is wrong with one of the requests fails that one alone, where it decodes.
+
+        A prompt with a trace is one request's own, and runs as the trace says and as deep as that request may read.
+        """
+        first = self.waiting[0].request
+        return GenerationRequest(
+            request_id=self.prefill_id,
+            prompt_token_ids=self.prompt,
+            sampling=SamplingParams(max_tokens=1),
+            seed=0,
+            trace=first.trace,
+            execution=first.execution if first.trace is not None else None,
+        )
 
     def held(self, block_size: int) -> int:
         """Tokens of the blocks that its prompt takes, and of one more for the token that is drawn."""
@@ -91,9 +101,10 @@ class Group:
 
 def grouped(requests: Sequence[GenerationRequest], name: str) -> list[Group]:
     """Groups in the order of their first requests; their prefill ids begin with `name`."""
-    groups: dict[tuple[int, ...], Group] = {}
+    groups: dict[object, Group] = {}
     for request in requests:
         prompt = request.prompt_token_ids
-        group = groups.setdefault(prompt, Group(prefill_id=f"{name}/{len(groups)}", prompt=prompt))
+        key = prompt if request.trace is None else request.request_id
+        group = groups.setdefault(key, Group(prefill_id=f"{name}/{len(groups)}", prompt=prompt))
         group.waiting.append(Task(request=request, group=group))
     return list(groups.values())

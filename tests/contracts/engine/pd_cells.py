@@ -57,14 +57,17 @@ PUBLICATION = ("begin", "stage first", "prepare", "commit", "settle")
 LOSSES = ("kill", "stop")
 
 
-def all_cells(kind: str) -> list[tuple[str, str]]:
-    """(phase, fault) for an engine such as "1P2D"; publications break on the last worker of each role."""
-    last = {role: f"{role}{int(kind[i]) - 1}" for role, i in (("prefill", 0), ("decode", 2))}
-    phases = [*GENERATION, *FROM_OUTSIDE]
-    cells = [(phase, fault) for phase in phases for fault in LOSSES]
-    for worker in last.values():
-        cells += [(f"{step}, {worker}", fault) for step in PUBLICATION for fault in (*LOSSES, "exception")]
-    return [cell for cell in cells if cell not in {(f"settle, {w}", "exception") for w in last.values()}]
+def all_cells(kind: str, *, short: bool = False) -> list[tuple[str, str]]:
+    """(phase, fault) for an engine such as "1P2D"; publications break on the last worker of each role.
+
+    Args:
+        short: only kills in publications, where a stop and an exception do what they do with one worker of each role.
+    """
+    last = [f"{role}{int(kind[i]) - 1}" for role, i in (("prefill", 0), ("decode", 2))]
+    cells = [(phase, fault) for phase in (*GENERATION, *FROM_OUTSIDE) for fault in LOSSES]
+    faults = ("kill",) if short else (*LOSSES, "exception")
+    publication = [(f"{step}, {worker}", fault) for worker in last for step in PUBLICATION for fault in faults]
+    return cells + [cell for cell in publication if not (cell[0].startswith("settle") and cell[1] == "exception")]
 
 
 @dataclass(kw_only=True)
