@@ -3,8 +3,9 @@
     python -m benchmarks.checkpoint [--repeats 3] [--layers 6]
 
 One trainer process with a random bf16 Ouro of about 100 million parameters, fp32 masters and moments: 14 bytes each.
-Writes benchmarks/results/checkpoint_cpu.json. `stall` is how long training stands still, `duration` how long until a
-checkpoint is durable; both files are synced to disk. The asynchronous ones are written while an update is made.
+Writes benchmarks/results/checkpoint_cpu.json, or checkpoint_cuda.json where there is a CUDA device. `stall` is how long
+training stands still, `duration` how long until a checkpoint is durable; all files are synced to disk. The asynchronous
+ones are written while an update is made.
 """
 
 from __future__ import annotations
@@ -34,16 +35,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--commit", help="of a working tree without git, as on a lent machine")
     parser.add_argument("--no-record", action="store_true", help="print only; the working tree may differ from HEAD")
     arguments = parser.parse_args(argv)
-    if not arguments.no_record:
+    if not (arguments.no_record or arguments.commit):
         record.commit()
     torch.set_num_threads(1)
     results = measure(arguments.layers, arguments.repeats)
     print(results)
     if not arguments.no_record:
         command = f"python -m benchmarks.checkpoint --repeats {arguments.repeats} --layers {arguments.layers}"
-        print(record.write("checkpoint_cpu", command=command, settings={**SHAPE, "dtype": "bfloat16"}, results=results))
+        name = "checkpoint_cuda" if torch.cuda.is_available() else "checkpoint_cpu"
+        settings = {**SHAPE, "dtype": "bfloat16"}
+        print(record.write(name, command=command, settings=settings, results=results, commit_id=arguments.commit))
     return 0
 
 

@@ -102,6 +102,7 @@ def checkpoint(record: Record) -> str:
 
 TABLES: dict[str, Callable[[Record], str]] = {
     "checkpoint_cpu": checkpoint,
+    "checkpoint_cuda": checkpoint,
     "fault_matrix_cpu": fault_matrix,
     "layout_matrix_cpu": layout_matrix,
     "publication_cpu": publication,
