@@ -150,9 +150,9 @@ def speed(metrics: list[dict[str, Any]]) -> list[str]:
     phases = [key for key in metrics[-1] if key.endswith(SECONDS)]
     names = {key: key.removesuffix(SECONDS) for key in phases}
     rates = [
-        {"update": m["update"], "rate": m["num_tokens"] / m["rollout_seconds"]}
+        {"update": m["update"], "rate": m["num_response_tokens"] / m["rollout_seconds"]}
         for m in metrics
-        if m.get("rollout_seconds")
+        if m.get("rollout_seconds") and "num_response_tokens" in m
     ]
     return [
         bars(metrics, names, title="Seconds of an update"),

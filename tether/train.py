@@ -152,16 +152,12 @@ def one_update(run: Run) -> dict[str, Any]:
         clock.lap("diagnose_seconds")
     watch, trips = train_on(run.trainer, samples, metrics, wires=job.tripwires, watch=run.state.watch)
     clock.lap("train_seconds")
-    pending = run.rollouts.finish_ahead()
-    clock.lap("wait_seconds")
+    # At once: whatever fails from here on, the trainer's weights are those of this update.
     run.state = replace(
-        run.state,
-        update=update,
-        position=position,
-        watch=watch,
-        pending=pending,
-        metrics={**metrics, **clock.seconds},
+        run.state, update=update, position=position, watch=watch, pending=None, metrics={**metrics, **clock.seconds}
     )
+    run.state = replace(run.state, pending=run.rollouts.finish_ahead())
+    clock.lap("wait_seconds")
     publish(run)
     clock.lap("publish_seconds")
     metrics |= from_rank_zero(lambda: held_out(run, update))

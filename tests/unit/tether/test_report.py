@@ -51,7 +51,7 @@ def metrics_line(update: int, **more: Any) -> dict[str, Any]:
         "loss": None if update == 2 else 0.1,
         "logprob_diff_mean": 1e-7,
         "logprob_diff_max": 1e-6,
-        "num_tokens": 100,
+        "num_response_tokens": 100,
         "rollout_seconds": 2.0,
         "train_seconds": 1.0,
         "publish_seconds": 0.1,

@@ -137,7 +137,11 @@ def test_files_and_metrics_tell_what_happened(job: Job) -> None:
     }
     metrics = rollout.metrics(job, 1, samples, rewards)
     assert metrics["depth_histogram"] == [0, 6, 6, 6] and metrics["depth_mean"] == 3.0
-    assert (metrics["num_tokens"], metrics["response_length_mean"], metrics["truncated_share"]) == (18, 3.0, 0.0)
+    assert (metrics["num_response_tokens"], metrics["response_length_mean"], metrics["truncated_share"]) == (
+        18,
+        3.0,
+        0.0,
+    )
 
 
 def test_train_samples_carry_the_trace_of_their_inputs(job: Job) -> None:
