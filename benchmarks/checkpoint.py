@@ -24,10 +24,17 @@ import torch
 
 from adapters.megatron.checkpoint_reader import CheckpointReader
 from benchmarks import record
-from benchmarks.publication import SHAPE
 from tests.tiny import write_ouro
 from tests.unit.megatron_side.samples import make_samples, make_trainer
 
+SHAPE = {
+    "vocab_size": 16384,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": 64,
+}
 FORMATS = ("reshardable", "same_layout")
 
 
