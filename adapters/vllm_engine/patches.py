@@ -40,10 +40,10 @@ def applied() -> bool:
 
 
 def cache_only_prompt_blocks() -> None:
-    """Keeps blocks of generated tokens out of the prefix cache.
+    """Keeps blocks of generated and of scored tokens out of the prefix cache.
 
-    Reason: a generated token may have run less of the model than a prompt token does; its keys and values must never
-    serve as somebody's prompt. vLLM caches every full block.
+    Reason: they may have run less of the model than a prompt token does; their keys and values must never serve as
+    somebody's prompt. vLLM caches every full block. A request for prompt log-probs has only scored tokens.
     """
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 
@@ -53,7 +53,8 @@ def cache_only_prompt_blocks() -> None:
     expect_parameters(original, ["self", "request", "num_computed_tokens"])
 
     def cache_blocks(self: Any, request: Any, num_computed_tokens: int) -> None:
-        original(self, request, min(num_computed_tokens, request.num_prompt_tokens))
+        scores = getattr(request.sampling_params, "prompt_logprobs", None) is not None
+        original(self, request, 0 if scores else min(num_computed_tokens, request.num_prompt_tokens))
 
     setattr(cache_blocks, _MARK, True)
     KVCacheCoordinator.cache_blocks = cache_blocks  # type: ignore[method-assign]

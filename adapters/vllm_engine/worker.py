@@ -118,7 +118,8 @@ class TetherWorker:
             policy = self._policy(extra.get("execution"))
             layout, given = model.trace_layout, extra.get("prompt_rows") or extra.get("trace")
             known = np.frombuffer(given or b"", np.uint8).reshape(-1, *layout.row_shape)
-            if layout.prompt_value is not None and len(known) < prompt:
+            is_scored = state.sampling_params.prompt_logprobs is not None  # by vLLM's own scoring: see `plain`
+            if layout.prompt_value is not None and not is_scored and len(known) < prompt:
                 rest = np.full((prompt - len(known), *layout.row_shape), layout.prompt_value, np.uint8)
                 known = np.concatenate([known, rest])
             order, reach = None, policy.reach

@@ -13,6 +13,7 @@ from typing import Any
 from adapters import parallelism
 from adapters.hf_convert import fields
 from adapters.parallelism import Parallelism
+from providers.ouro.policy import DepthPolicy
 
 MODEL_TYPE = "ouro"
 REFUSED = {
@@ -54,7 +55,9 @@ class OuroConfig:
     num_loops: int
     """Loops of a token that never leaves early (Hugging Face: total_ut_steps)."""
     early_exit_threshold: float = 1.0
-    """Exit probability mass at which a token leaves; >= 1 never leaves early."""
+    """Exit probability mass at which a token leaves when there is no depth_policy; >= 1 never leaves early."""
+    depth_policy: str | None = None
+    """Loops of generated tokens where a request says nothing (see `policy.DepthPolicy`), as an export recorded it."""
     dtype: str = "float32"
     """The dtype the checkpoint declares."""
     eos_token_ids: tuple[int, ...] = ()
@@ -77,6 +80,15 @@ class OuroConfig:
             asked, refused=REFUSED, cut_by_tensor={name: getattr(self, name) for name in cut}, cut_by_expert={}
         )
 
+    @property
+    def default_depth(self) -> str:
+        """The policy of a request that names none."""
+        if self.depth_policy is not None:
+            return self.depth_policy
+        if self.early_exit_threshold < 1:
+            return f"early:{self.early_exit_threshold!r}:1:{self.num_loops}"
+        return "full"
+
     def __post_init__(self) -> None:
         fields.raise_all(fields.misfits(vars(self)), "OuroConfig", "Ouro")
 
@@ -96,6 +108,7 @@ class OuroConfig:
         values |= fields.heads(hf, values, problems)
         values["dtype"] = fields.dtype(hf, problems)
         values["eos_token_ids"] = fields.eos_token_ids(hf, problems)
+        values["depth_policy"] = _depth_policy(hf, values["num_loops"], problems)
         fields.raise_all(problems + fields.misfits(values), where, "Ouro")
         return cls(**values)
 
@@ -139,3 +152,15 @@ def _numbers(hf: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
         "rms_norm_eps": fields.positive(hf, "rms_norm_eps", problems),
         "early_exit_threshold": fields.positive({"early_exit_threshold": 1.0, **hf}, "early_exit_threshold", problems),
     }
+
+
+def _depth_policy(hf: Mapping[str, Any], num_loops: int | None, problems: list[str]) -> str | None:
+    """A policy that fits the model; num_loops is None where the file does not say it."""
+    text = hf.get("depth_policy")
+    if text is None or num_loops is None:
+        return None
+    try:
+        DepthPolicy.parse(str(text), num_loops)
+    except ValueError as error:
+        problems.append(f"depth_policy: {error}")
+    return str(text)

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig
 from vllm import ModelRegistry
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.logger import init_logger
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
@@ -25,27 +26,18 @@ from adapters.vllm_engine.readback import served_weight
 from adapters.vllm_engine.step import Step
 from providers.ouro.config import MODEL_TYPE, OuroConfig
 from providers.ouro.engine_layers import OuroModel
+from providers.ouro.hf.configuration_ouro import OuroConfig as HFConfig
 from providers.ouro.physical import physical_tensors
-from providers.ouro.trace import KIND, DepthPolicy
+from providers.ouro.policy import DepthPolicy
+from providers.ouro.trace import KIND
 
+logger = init_logger(f"vllm.{__name__}")  # vLLM sets up the log of its own names only
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
-
-
-class OuroHFConfig(PretrainedConfig):
-    """transformers never had Ouro; vLLM needs a config class to read config.json. `OuroConfig` is what checks it."""
-
-    model_type = MODEL_TYPE
-
-    def __init__(self, rope_theta: float = 1e6, **kwargs: Any) -> None:
-        self.rope_theta = rope_theta
-        kwargs.pop("rope_scaling", None)
-        kwargs.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": rope_theta})
-        super().__init__(**kwargs)
 
 
 def register() -> None:
     """Makes vLLM and transformers know Ouro in this process. Idempotent."""
-    AutoConfig.register(MODEL_TYPE, OuroHFConfig, exist_ok=True)
+    AutoConfig.register(MODEL_TYPE, HFConfig, exist_ok=True)
     ModelRegistry.register_model("OuroForCausalLM", OuroForCausalLM)
 
 
@@ -67,6 +59,7 @@ class OuroForCausalLM(nn.Module):
         self.model = OuroModel(config=config, vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "lm_head"))
         self.logits_processor = LogitsProcessor(config.vocab_size)
+        logger.info("Ouro: depth %s of %d loops by default (config.json)", config.default_depth, loops)
 
     @property
     def step(self) -> Step | None:
@@ -85,10 +78,7 @@ class OuroForCausalLM(nn.Module):
         return self.model.layer_tokens
 
     def parse_policy(self, text: str | None) -> Policy:
-        config = self.config
-        if text is None and config.early_exit_threshold < 1:
-            text = f"early:{config.early_exit_threshold!r}:1:{config.num_loops}"
-        policy = DepthPolicy.parse(text or "full", config.num_loops)
+        policy = DepthPolicy.parse(text or self.config.default_depth, self.config.num_loops)
         return Policy(vector=policy.vector, reach=policy.max_loops)
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
