@@ -6,6 +6,7 @@ Providers are imported lazily and part by part: a trainer never loads an engine'
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from types import ModuleType
 from typing import Literal
 
@@ -26,6 +27,19 @@ def provider(model_type: str, part: Part) -> ModuleType:
             "docs/adding-a-model.md says how to add one"
         )
     return importlib.import_module(f"{PROVIDERS[model_type]}.{part}")
+
+
+def remote_code(model_type: str) -> ModuleType | None:
+    """Our code for transformers (FOLDER, FILES, AUTO_MAP, register); None for a model that transformers has itself."""
+    name = f"{provider(model_type, 'config').__name__.rpartition('.')[0]}.remote_code"
+    return importlib.import_module(name) if importlib.util.find_spec(name) else None
+
+
+def register_configs() -> None:
+    """Makes transformers read the config.json of every provider's model, by our code where it has none. Idempotent."""
+    for model_type in PROVIDERS:
+        if (ours := remote_code(model_type)) is not None:
+            ours.register(config_only=True)
 
 
 def register_vllm() -> None:

@@ -10,19 +10,20 @@ Tensors pass through unchanged and one at a time, by their own names: a round tr
 from __future__ import annotations
 
 import argparse
+import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
-
-from adapters.contract import Manifest
+from adapters.hf_convert.directory import CONFIG
 from adapters.hf_convert.dtypes import DTYPES
-from adapters.hf_convert.export import DEFAULT_SHARD_BYTES, export_directory
-from adapters.hf_convert.names import name_problems, raise_problems, value_problems
+from adapters.hf_convert.export import DEFAULT_SHARD_BYTES
+from tether.exporting import ExportOptions, export_weights
 from tether.importing import import_weights
-from tether.stored import Weights, open_weights
+from tether.settings import REMOTE_CODE
+from tether.stored import open_weights
 from tether.verify import table, verify
+from tether.verify_run import RunOptions
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,48 +36,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def export_weights(
-    weights: Weights, destination: Path, *, max_shard_bytes: int = DEFAULT_SHARD_BYTES, dtype: str | None = None
-) -> Manifest:
-    """Writes stored weights as a Hugging Face directory, with the config, tokenizer and code of their source.
-
-    Args:
-        dtype: convert to this one and say so in config.json; None keeps what is stored.
-
-    Raises:
-        ValueError: the weights are not exactly those of the source's config, or the destination is taken.
-    """
-    expected = weights.expected()
-    problems = name_problems(weights.shapes, expected) + value_problems("shape", weights.shapes, expected)
-    raise_problems(weights.path, problems, advice=f"It was not made from {weights.source.path}")
-    return export_directory(
-        tensors=_converted(weights.read(expected), dtype),
-        source=weights.source.path,
-        destination=destination,
-        max_shard_bytes=max_shard_bytes,
-        config_updates=_dtype_update(weights, dtype),
-    )
-
-
-def _converted(tensors: Iterator[tuple[str, torch.Tensor]], dtype: str | None) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in tensors:
-        yield name, tensor if dtype is None else tensor.to(DTYPES[dtype])
-
-
-def _dtype_update(weights: Weights, dtype: str | None) -> dict[str, str]:
-    """What config.json must say instead, in the spelling it uses: `dtype` (transformers 5) or `torch_dtype`."""
-    config = weights.source.config
-    written = dtype or next(iter(weights.dtypes.values()))
-    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
-    return {key: written for key in keys if config.get(key) != written}
-
-
 def _export(arguments: argparse.Namespace) -> int:
     weights = open_weights(arguments.weights, source=arguments.source)
-    manifest = export_weights(
-        weights, arguments.destination, max_shard_bytes=arguments.max_shard_bytes, dtype=arguments.dtype
+    options = ExportOptions(
+        max_shard_bytes=arguments.max_shard_size,
+        dtype=arguments.dtype,
+        remote_code=arguments.remote_code,
+        depth=arguments.depth,
+        fix_token_ids=arguments.fix_token_ids,
     )
-    print(f"{arguments.destination}: {len(manifest.tensors)} tensors from {weights.path}, digest {manifest.digest}")
+    report = export_weights(weights, arguments.destination, options)
+    for warning in report.warnings:
+        print(f"tether convert: warning: {warning}", file=sys.stderr)
+    tensors, digest = report.manifest.tensors, report.manifest.digest
+    print(f"{arguments.destination}: {len(tensors)} tensors from {weights.path}, digest {digest}")
+    print(f"{arguments.destination}: {report.depth}")
     return 0
 
 
@@ -87,10 +61,16 @@ def _import(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    against = None if arguments.against is None else open_weights(arguments.against, source=arguments.directory)
-    checks = verify(open_weights(arguments.directory), against=against)
+    directory: Path = arguments.directory
+    if not (directory / CONFIG).is_file():
+        raise ValueError(f"{directory}: not a Hugging Face directory (no {CONFIG})")
+    against = None
+    if arguments.against is not None:
+        against = open_weights(arguments.against, fallback=directory)
+    run = None if arguments.files_only else RunOptions(trust_remote_code=arguments.trust_remote_code)
+    checks = verify(directory, against=against, run=run)
     print(table(checks))
-    return 0 if all(check.passed for check in checks) else 1
+    return 1 if any(check.passed is False for check in checks) else 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -106,25 +86,41 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("weights", type=Path, help="a run's OUT (its newest checkpoint) or one checkpoint directory")
     export.add_argument("destination", type=Path, help="new, empty, or an earlier export, which is replaced")
     export.add_argument("--source", type=Path, help="directory with config and tokenizer (default: the run's MODEL)")
-    export.add_argument("--max-shard-bytes", type=_size, default=DEFAULT_SHARD_BYTES, help="default: %(default)s")
+    export.add_argument(
+        "--max-shard-size", type=_size, default=DEFAULT_SHARD_BYTES, metavar="SIZE", help="bytes, or 5GB, 2GiB; 5GB"
+    )
     export.add_argument("--dtype", choices=sorted(DTYPES), help="default: as stored")
+    export.add_argument(
+        "--remote-code",
+        choices=REMOTE_CODE,
+        default="keep",
+        help="code for transformers: ours (written for transformers 5), keep (the source's, default), none",
+    )
+    export.add_argument("--depth", metavar="POLICY", help="policy to record; default: the one that the run trained at")
+    export.add_argument(
+        "--fix-token-ids", action="store_true", help="write the tokenizer's bos, eos and pad into the configs"
+    )
 
     imported = command("import", _import, "a Hugging Face directory -> a Megatron checkpoint of update 0")
     imported.add_argument("directory", type=Path, help="the Hugging Face directory")
     imported.add_argument("destination", type=Path, help="where iter_0000000 is written; holds no checkpoint yet")
 
-    check = command("verify", _verify, "names, shapes, dtypes, values and digests of a Hugging Face directory")
+    check = command("verify", _verify, "whether a Hugging Face directory is whole, right and runs")
     check.add_argument("directory", type=Path, help="the Hugging Face directory")
     check.add_argument("--against", type=Path, help="a run, checkpoint or Hugging Face directory that must be equal")
+    check.add_argument("--files-only", action="store_true", help="read it, but do not load it and run nothing")
+    check.add_argument(
+        "--trust-remote-code", action="store_true", help="run the directory's own code where it is not ours"
+    )
     return parser
 
 
 def _size(text: str) -> int:
-    """An integer number of bytes, at least 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"got {value}, expected at least 1")
-    return value
+    """A number of bytes, at least 1: an integer, or one with KB, MB, GB (powers of 1000), KiB, MiB or GiB."""
+    match = re.fullmatch(r"(\d+)(?:([KMG])(i?)B)?", text)
+    if match is None or int(match[1]) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of bytes such as 500000, 500MB or 5GB")
+    return int(match[1]) * (1024 if match[3] else 1000) ** (" KMG".index(match[2]) if match[2] else 0)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from adapters.contract import derive_seed
+from providers.registry import register_configs
 
 ALIASES = {"question": "prompt", "answer": "label"}
 FIELDS = frozenset({"prompt", "prompt_token_ids", "label", "metadata"})
@@ -45,8 +46,9 @@ def load_tokenizer(model: Path) -> Any:
     from transformers.utils import logging
 
     logging.set_verbosity_error()  # it warns of every model type that transformers itself does not have
+    register_configs()  # or a directory with code of its own is asked about on the terminal
     try:
-        return AutoTokenizer.from_pretrained(str(model), local_files_only=True)
+        return AutoTokenizer.from_pretrained(str(model), local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise ValueError(
             f"{model}: no usable tokenizer ({error}); expected tokenizer.json beside config.json"

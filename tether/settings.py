@@ -22,6 +22,7 @@ from tether.learning_settings import LearningSettings, learning_violations, pres
 DTYPES = ("auto", "float32", "bfloat16")
 ENGINES = ("local", "pd")
 SAVE_FORMATS = ("reshardable", "same_layout")
+REMOTE_CODE = ("ours", "keep", "none")
 REPLAYS = ("rollout", "trainer", "none")
 
 
@@ -137,6 +138,8 @@ class Settings(LearningSettings):
     """reshardable, or same_layout: cheaper to save, for the layout that wrote it; the last one is reshardable."""
     stop_after_seconds: float = 0.0
     """Time after which the run finishes its update, saves and ends; 0 is no limit."""
+    remote_code: str = "keep"
+    """Code for transformers in OUT/hf: ours (written for transformers 5), keep (the model's own), or none."""
     max_concurrent_samples: int = 64
     """Samples the engine decodes at the same time."""
     kv_cache_bytes: int = 0
@@ -164,7 +167,7 @@ UNCONTRACTED = frozenset(
      "engine", "prefill", "decode", "transports", "save_every", "keep_rollouts", "keep_last", "keep_every",
      "async_save", "save_format",
      "stop_after_seconds", "diagnose", "eval_data", "eval_every", "eval_samples", "eval_pass_reward", "tensorboard",
-     "profile", "prometheus_port",
+     "profile", "prometheus_port", "remote_code",
      "max_concurrent_samples", "kv_cache_bytes",
      "deadline_seconds"}
     | {name for name in LearningSettings.__dataclass_fields__ if name.startswith("trip_")}
@@ -283,6 +286,7 @@ def _violations(s: Settings) -> list[tuple[str, str]]:
         "engine": (s.engine in ENGINES, f"one of {', '.join(ENGINES)}"),
         "transports": (bool(s.transports), "auto, or names separated by commas"),
         "weight_decay": (math.isfinite(s.weight_decay) and s.weight_decay >= 0, "a finite number >= 0"),
+        "remote_code": (s.remote_code in REMOTE_CODE, f"one of {', '.join(REMOTE_CODE)}"),
         "router_replay": (s.router_replay in REPLAYS, f"one of {', '.join(REPLAYS)}"),
         "balance_coefficient": (math.isfinite(s.balance_coefficient) and s.balance_coefficient >= 0, "finite, >= 0"),
         "router_z_coefficient": (math.isfinite(s.router_z_coefficient) and s.router_z_coefficient >= 0, "finite, >= 0"),

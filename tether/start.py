@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from adapters.megatron.trainer import Trainer
     from tether.engines import AnyEngine
 
+logger = logging.getLogger(__name__)
+
 
 def files(job: Job) -> None:
     """Makes OUT and writes run.json (rank 0); sends the log of this process to OUT/logs."""
@@ -161,10 +163,13 @@ def router_settings(job: Job) -> RouterSettings:
 
 def export(job: Job) -> None:
     """Writes OUT/hf from the newest checkpoint, as `python -m tether.convert export` does. Rank 0 only."""
-    from tether.convert import export_weights
+    from tether.exporting import ExportOptions, export_weights
     from tether.stored import open_weights
 
-    export_weights(open_weights(job.directory.path, source=job.arguments.model), job.directory.hf)
+    options = ExportOptions(remote_code=job.settings.remote_code)
+    report = export_weights(open_weights(job.directory.path, source=job.arguments.model), job.directory.hf, options)
+    for line in (report.depth, *report.warnings):
+        logger.info("export %s: %s", job.directory.hf, line)
     job.directory.append_event("finished", update=job.arguments.updates)
 
 

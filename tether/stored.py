@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from adapters.megatron.checkpoint_reader import CheckpointReader
 from providers.registry import provider
 
 RUN_FILE = "run.json"
+BATCH_BYTES = 1 << 24
+"""Checkpoints are read so much at a time, or one tensor: an export holds little more than what it writes."""
 OPTIMIZER_PREFIX = "optimizer."
 """Megatron keeps moments and master weights under this prefix; every other tensor is a parameter."""
 
@@ -31,13 +33,32 @@ class Weights:
     reader: HFDirectory | CheckpointReader
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, str]
+    depth: str | None = None
+    """The setting `depth` of the run that trained them; None where no run says."""
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields (name, whole CPU tensor) in the order of `names`."""
-        if isinstance(self.reader, CheckpointReader):
-            return self.reader.read(names)
-        directory = self.reader
-        return ((name, directory.read(name)) for name in names)
+        """Yields (name, whole CPU tensor, without padding of the vocabulary) in the order of `names`."""
+        if isinstance(self.reader, HFDirectory):
+            directory = self.reader
+            return ((name, directory.read(name)) for name in names)
+        stored = self.reader.read(names, batch_bytes=BATCH_BYTES)
+        return ((name, t if t.shape == self.shapes[name] else t[: self.shapes[name][0]]) for name, t in stored)
+
+    def without_padding(self) -> Weights:
+        """The same without the rows that a trainer added to the vocabulary to divide it: those past `vocab_size`.
+
+        Only a checkpoint may have such rows: those who read a Hugging Face directory take its shapes as they are.
+        Raises what `config` raises.
+        """
+        if isinstance(self.reader, HFDirectory):
+            return self
+        expected, rows = self.expected(), self.config().vocab_size
+        shapes = dict(self.shapes)
+        for name, shape in expected.items():
+            stored = shapes.get(name, ())
+            if shape[0] == rows and stored[1:] == shape[1:] and stored[:1] > shape[:1]:
+                shapes[name] = shape
+        return replace(self, shapes=shapes)
 
     @property
     def model_type(self) -> str:
@@ -58,11 +79,12 @@ class Weights:
         return {name: tensor.shape for name, tensor in tensors.items()}
 
 
-def open_weights(path: Path, *, source: Path | None = None) -> Weights:
+def open_weights(path: Path, *, source: Path | None = None, fallback: Path | None = None) -> Weights:
     """Opens a run directory (its newest checkpoint), a checkpoint directory or a Hugging Face directory.
 
     Args:
         source: for a checkpoint, the Hugging Face directory of its model; by default the one that its run names.
+        fallback: the one to take when that is not there.
 
     Raises:
         ValueError: the path is none of the three, what it holds is damaged, or the source cannot be found.
@@ -77,10 +99,11 @@ def open_weights(path: Path, *, source: Path | None = None) -> Weights:
     parameters = [key for key in reader.shapes if not key.startswith(OPTIMIZER_PREFIX)]
     return Weights(
         path=checkpoint,
-        source=HFDirectory(source or _recorded_source(checkpoint)),
+        source=HFDirectory(source or _recorded_source(checkpoint, fallback)),
         reader=reader,
         shapes={name: reader.shapes[name] for name in parameters},
         dtypes={name: dtype_name(reader.dtypes[name]) for name in parameters},
+        depth=_run_of(checkpoint).get("settings", {}).get("depth"),
     )
 
 
@@ -103,15 +126,22 @@ def find_checkpoint(path: Path) -> Path:
     )
 
 
-def _recorded_source(checkpoint: Path) -> Path:
+def _recorded_source(checkpoint: Path, fallback: Path | None) -> Path:
     """The model that a checkpoint comes from, as its own description or the run.json of its run says."""
-    run_file = checkpoint.absolute().parent.parent / RUN_FILE
     recorded = checkpoint_files.read_description(checkpoint).get("extra", {}).get("model")
-    if recorded is None and run_file.is_file():
-        recorded = read_json(run_file).get("model")
-    if recorded is None or not Path(recorded).is_dir():
-        raise ValueError(
-            f"{checkpoint}: the model that it comes from is not there (recorded: {recorded!r}); "
-            "say where its config.json and tokenizer are with --source HF_DIR"
-        )
-    return Path(recorded)
+    if recorded is None:
+        recorded = _run_of(checkpoint).get("model")
+    if recorded is not None and Path(recorded).is_dir():
+        return Path(recorded)
+    if fallback is not None:
+        return fallback
+    raise ValueError(
+        f"{checkpoint}: the model that it comes from is not there (recorded: {recorded!r}); "
+        "say where its config.json and tokenizer are with --source HF_DIR"
+    )
+
+
+def _run_of(checkpoint: Path) -> dict[str, Any]:
+    """run.json of the run that a checkpoint lies in; {} elsewhere."""
+    run_file = checkpoint.absolute().parent.parent / RUN_FILE
+    return read_json(run_file) if run_file.is_file() else {}

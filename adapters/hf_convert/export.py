@@ -1,13 +1,14 @@
 """Writes a Hugging Face directory from a stream of tensors, so that it appears whole or not at all.
 
 One shard is held in memory at a time. Everything is written into a staging directory beside the destination and
-flushed to disk before one rename publishes it. Files other than weights are copied byte for byte; config.json is
-written anew only when something in it has to change.
+flushed to disk before one rename publishes it. Files other than weights are copied byte for byte (`files.py`).
+
+The record, tether_export.json, has every tensor with its digest, the config as it was exported, a checksum of each
+other file, and what the caller adds.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,12 +22,9 @@ from safetensors.torch import save_file
 from adapters.contract import Manifest, TensorSpec
 from adapters.hf_convert.directory import CONFIG, INDEX, SINGLE, read_json
 from adapters.hf_convert.dtypes import num_bytes
+from adapters.hf_convert.files import RECORD, SideFiles, copy_side_files, write_json
 from adapters.hf_convert.manifest import spec_of
 
-RECORD = "tether_export.json"
-"""Marks a directory as an export, and lists every tensor with its digest."""
-COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "LICENSE*", "additional_chat_templates/*.jinja")
-"""Config, generation config, tokenizer, chat templates, remote code. No weights, no model card of another model."""
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
 
@@ -36,7 +34,8 @@ def export_directory(
     source: Path,
     destination: Path,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
-    config_updates: Mapping[str, Any] | None = None,
+    side: SideFiles | None = None,
+    facts: Mapping[str, Any] | None = None,
 ) -> Manifest:
     """Writes `destination` with these tensors and the other files of `source`.
 
@@ -47,7 +46,8 @@ def export_directory(
         destination: new, empty, or an earlier export, which is replaced after the new one is complete.
         max_shard_bytes: a larger tensor gets a shard of its own. One shard is written as model.safetensors, more of
             them with an index.
-        config_updates: entries to set in config.json; None copies it as it is.
+        side: how the other files differ from the source's; None copies them as they are.
+        facts: more entries of the record.
 
     Returns:
         What was written, in order.
@@ -61,9 +61,15 @@ def export_directory(
     shutil.rmtree(staging, ignore_errors=True)  # of an export that was killed
     staging.mkdir()
     try:
-        _copy_files(source, staging, config_updates)
+        files = copy_side_files(source, staging, side or SideFiles())
         manifest = _write_weights(tensors, staging, max_shard_bytes)
-        _write_json(staging / RECORD, {"tensors": msgspec.to_builtins(manifest.tensors), "digest": manifest.digest})
+        write_json(staging / RECORD, {
+            **(facts or {}),
+            "config": read_json(staging / CONFIG),
+            "files": files,
+            "tensors": msgspec.to_builtins(manifest.tensors),
+            "digest": manifest.digest,
+        })  # fmt: skip
         _flush(staging)
         _publish(staging, destination)
     except BaseException:
@@ -85,30 +91,31 @@ def check_destination(destination: Path, *, source: Path) -> None:
     )
 
 
-def read_record(directory: Path) -> Manifest | None:
-    """What an export said it wrote; None for a directory that is not one."""
+class ExportRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What an export said it wrote."""
+
+    tensors: tuple[TensorSpec, ...]
+    config: dict[str, Any]
+    files: dict[str, str]
+    """SHA-256 of the files that `files.digests` lists."""
+
+    @property
+    def manifest(self) -> Manifest:
+        return Manifest(tensors=self.tensors)
+
+
+def read_record(directory: Path) -> ExportRecord | None:
+    """The record of an export; None for a directory that is not one."""
     if not (directory / RECORD).is_file():
         return None
     try:
-        return msgspec.convert(read_json(directory / RECORD), Manifest)
+        return msgspec.convert(read_json(directory / RECORD), ExportRecord)
     except msgspec.ValidationError as error:
         raise ValueError(f"{directory / RECORD}: not the record of an export ({error}); export again") from error
 
 
 def _same(one: Path, other: Path) -> bool:
     return other.exists() and one.samefile(other)
-
-
-def _copy_files(source: Path, staging: Path, config_updates: Mapping[str, Any] | None) -> None:
-    config = read_json(source / CONFIG)
-    for pattern in COPIED:
-        for file in source.glob(pattern):
-            if file.is_file() and not file.name.endswith(".index.json") and file.name != RECORD:
-                target = staging / file.relative_to(source)
-                target.parent.mkdir(exist_ok=True)
-                shutil.copyfile(file, target)
-    if config_updates:
-        _write_json(staging / CONFIG, {**config, **config_updates})
 
 
 def _write_weights(tensors: Iterable[tuple[str, torch.Tensor]], staging: Path, max_shard_bytes: int) -> Manifest:
@@ -130,7 +137,7 @@ def _write_weights(tensors: Iterable[tuple[str, torch.Tensor]], staging: Path, m
         final = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         file.rename(staging / final)
         weight_map |= dict.fromkeys(names, final)
-    _write_json(staging / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
+    write_json(staging / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
     return Manifest(tensors=tuple(specs))
 
 
@@ -148,13 +155,10 @@ def _shards(tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int) -
             shard, size = {}, 0
         shard[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
         size += num_bytes(tensor)
+        del tensor  # or it would stay while the next one is made
     if not shard:
         raise ValueError("export: got no tensors, expected those of a whole model")
     yield shard
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _flush(directory: Path) -> None:

@@ -52,6 +52,8 @@ def rope_theta(hf: Mapping[str, Any], problems: list[str]) -> float | None:
     """The base of the rotary frequencies, at the top or (transformers 5) inside rope_parameters."""
     inner = hf.get("rope_parameters")
     nested = inner.get("rope_theta") if isinstance(inner, Mapping) else None
+    if nested is not None and hf.get("rope_theta", nested) != nested:
+        problems.append(f"rope_theta: got {hf['rope_theta']!r}, and {nested!r} in rope_parameters, expected one value")
     return positive({"rope_theta": hf.get("rope_theta", nested)}, "rope_theta", problems)
 
 

@@ -18,7 +18,7 @@ FULL = "full"
 
 
 class PlainWorker(TetherWorker):
-    """The hooks of `TetherWorker`, beside vLLM's worker instead of mixed into it. Keeps nothing of finished requests."""
+    """The hooks of `TetherWorker`, beside vLLM's worker and not mixed into it. Forgets finished requests."""
 
     def __init__(self, *, runner: Any, vllm_config: Any) -> None:
         self.model_runner, self.vllm_config = runner, vllm_config
@@ -56,7 +56,7 @@ def follow_recorded_policy() -> None:
             self._tether_plain = PlainWorker(runner=self.model_runner, vllm_config=self.vllm_config)
 
     setattr(load_model, _MARK, True)
-    Worker.load_model = load_model  # type: ignore[method-assign]
+    Worker.load_model = load_model
 
 
 def _check_supported(worker: Any) -> None:

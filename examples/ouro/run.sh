@@ -16,5 +16,5 @@ set -euo pipefail
 name=ouro recipe=${BASH_SOURCE[0]}
 # What suits the demo's 0.4M parameters and four-token answers.
 demo_settings=(--set lr=1e-3 --set lr_warmup_updates=5 --set prompts_per_update=32 --set max_new_tokens=8
-               --set max_concurrent_samples=256)
+               --set max_concurrent_samples=256 --set remote_code=ours)
 source "$(dirname "$recipe")/../recipe.sh"

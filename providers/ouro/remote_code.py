@@ -13,13 +13,20 @@ AUTO_MAP = {
 }
 
 
-def register() -> None:
-    """Makes transformers' Auto classes load directories of this model by the code here. Idempotent."""
+def register(*, config_only: bool = False) -> None:
+    """Makes transformers' Auto classes load directories of this model by the code here. Idempotent.
+
+    Args:
+        config_only: leave out the model classes, which take long to import; enough for tokenizers.
+    """
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
     from providers.ouro.hf.configuration_ouro import OuroConfig
-    from providers.ouro.hf.modeling_ouro import OuroForCausalLM, OuroModel
 
     AutoConfig.register(OuroConfig.model_type, OuroConfig, exist_ok=True)
+    if config_only:
+        return
+    from providers.ouro.hf.modeling_ouro import OuroForCausalLM, OuroModel
+
     AutoModel.register(OuroConfig, OuroModel, exist_ok=True)
     AutoModelForCausalLM.register(OuroConfig, OuroForCausalLM, exist_ok=True)

@@ -1,1 +1,1 @@
-"""Ouro for transformers: files that travel with an export and need nothing of this project. See `configuration_ouro`."""
+"""Ouro for transformers: files that travel with an export and need nothing of this project."""

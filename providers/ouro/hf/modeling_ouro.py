@@ -378,9 +378,7 @@ class OuroModel(OuroPreTrainedModel):
             x = hidden
             for i, layer in enumerate(self.layers):
                 plane = (loop - 1) * len(self.layers) + i
-                x, *shown[i] = layer(
-                    x, *shown[i], active, *cos_sin, mask, past_key_values=cache, plane=plane, **kwargs
-                )
+                x, *shown[i] = layer(x, *shown[i], active, *cos_sin, mask, past_key_values=cache, plane=plane, **kwargs)
             x = self.norm(x)
             hidden = x if active is None else torch.where(active[..., None], x, hidden)
             states += (hidden,)

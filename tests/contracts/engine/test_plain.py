@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,7 +70,9 @@ def test_generation_follows_the_policy(case: dict[str, Any], model: Any, key: st
         off = (torch.tensor(got["logprobs"]) - want[len(prompt) - 1 :]).abs()
         print(f"{len(prompt)} tokens: max {off.max():.1e}; loops {loops[len(prompt) :].tolist()}")
         assert off.max() <= BOUND
-        alone = model.generate(torch.tensor([prompt]), max_new_tokens=10, do_sample=False, eos_token_id=256, depth=depth)
+        alone = model.generate(
+            torch.tensor([prompt]), max_new_tokens=10, do_sample=False, eos_token_id=256, depth=depth
+        )
         assert alone[0, len(prompt) :].tolist() == got["tokens"]
 
 

@@ -192,7 +192,7 @@ def test_decoding_behind_right_padding(model: Any) -> None:
 
 @pytest.mark.parametrize("depth", ["full", "fixed:2", "early:0.6:1:4", "delayed:0.5:1:3"])
 def test_generate(model: Any, tiny_ouro: Path, depth: str) -> None:
-    """Greedy, a left-padded batch: tokens as without a cache and as alone; depths by the exit rule; the prompt whole."""
+    """Greedy, a left-padded batch: tokens as without a cache and as alone; depths by the exit rule, prompts whole."""
     rows = tokens_of(3, 8, 5, seed=2)
     ids, mask = torch.zeros(3, 8, dtype=torch.long), torch.zeros(3, 8, dtype=torch.long)
     for i, row in enumerate(rows):
@@ -246,7 +246,7 @@ def test_generate_refuses_right_padding(model: Any) -> None:
 def test_config_names_the_depth(
     tiny_ouro: Path, tmp_path: Path, entries: dict[str, Any], default: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The directory's policy holds unless a call names another, is logged, and is the one that the trainer side reads."""
+    """The directory's policy holds unless a call names another, is logged, and is what the trainer side reads."""
     from providers.ouro.config import OuroConfig
 
     directory = with_code(tiny_ouro, tmp_path / "hf", **entries)
@@ -261,7 +261,9 @@ def test_config_names_the_depth(
     assert output.exit_depths.tolist() == [[4] * 5 + [3] * 7]
 
 
-@pytest.mark.parametrize("text", ["fixed:5", "fixed:0", "early:0.9:3:2", "early:0:1:4", "early:x:1:4", "deep", "full:1"])
+@pytest.mark.parametrize(
+    "text", ["fixed:5", "fixed:0", "early:0.9:3:2", "early:0:1:4", "early:x:1:4", "deep", "full:1"]
+)
 def test_both_sides_refuse_the_same_policies(tiny_ouro: Path, tmp_path: Path, text: str) -> None:
     """A policy that does not fit is refused at loading, here and by the provider's own reader of config.json."""
     from providers.ouro.config import OuroConfig
