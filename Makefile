@@ -24,6 +24,7 @@ test-all:             ## with the long matrices, which write benchmarks/results;
 	$(PYTHON) -m tests.contracts.engine.fault_matrix
 	$(PYTHON) -m tests.contracts.engine.pd_matrix
 	$(PYTHON) -m tests.layouts.matrix
+	$(PYTHON) -m benchmarks.export_memory
 
 test-gpu:             ## on a machine with CUDA
 	scripts/test.sh -m gpu tests/gpu

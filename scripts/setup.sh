@@ -4,6 +4,7 @@
 #   scripts/setup.sh            CPU: Python 3.11, requirements/cpu.txt + dev.txt, about 3 minutes and 3 GB
 #   scripts/setup.sh --gpu      CUDA: Python 3.12, requirements/gpu.txt + dev.txt (torch brings its CUDA libraries)
 #   scripts/setup.sh --python   the same as without, then prints the interpreter to use as the only line on stdout
+#   scripts/setup.sh --evaluate adds requirements/evaluate.txt (lm-evaluation-harness, 350 MB) to what is used
 #
 # An environment that already provides everything (an active VIRTUAL_ENV, or the python3 on PATH) is used as it is;
 # only the project itself is added to it, because vLLM finds our plugin through installed metadata.
@@ -12,18 +13,30 @@ set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
-pins=cpu want_python=3.11 print_python=no
+pins=cpu want_python=3.11 print_python=no evaluate=no
 for argument in "$@"; do
   case $argument in
     --gpu) pins=gpu want_python=3.12 ;;
     --python) print_python=yes ;;
-    *) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
+    --evaluate) evaluate=yes ;;
+    *) sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
   esac
 done
 
 say() { echo "setup: $*" >&2; }
 fail() { say "$1"; shift; for line in "$@"; do say "  $line"; done; exit 1; }
-finish() { if [ $print_python = yes ]; then echo "$1"; fi; exit 0; }
+finish() {
+  if [ $evaluate = yes ]; then add_evaluate "$1"; fi
+  if [ $print_python = yes ]; then echo "$1"; fi
+  exit 0
+}
+add_evaluate() {  # add_evaluate PYTHON: pinned in a file of its own, because only evaluation and its tests need it
+  "$1" -c 'import importlib.util as u, sys
+sys.exit(not all(u.find_spec(m) for m in ("lm_eval", "datasets", "accelerate", "pytablewriter")))' 2>/dev/null && return
+  say "adding lm-evaluation-harness (requirements/evaluate.txt) to the environment of $1"
+  "$1" -m pip install --quiet --no-deps --requirement "$root/requirements/evaluate.txt" >&2 ||
+    fail "could not install lm-evaluation-harness into the environment of $1, see above."
+}
 
 # A stamp names everything the environment was made from, the folder included: a copied .venv points elsewhere.
 stamp() { (cd "$root" && echo "$root $pins" && sha256sum "requirements/$pins.txt" requirements/dev.txt pyproject.toml); }

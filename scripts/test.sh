@@ -4,6 +4,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=$(scripts/setup.sh --python)
+scripts/setup.sh --evaluate || echo "test.sh: without lm-evaluation-harness its tests are skipped" >&2
 
 # One thread a process: results repeat and processes do not fight for cores. No compiler on CPU, no hub.
 export OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1

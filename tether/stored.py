@@ -16,8 +16,6 @@ from adapters.megatron.checkpoint_reader import CheckpointReader
 from providers.registry import provider
 
 RUN_FILE = "run.json"
-BATCH_BYTES = 1 << 24
-"""Checkpoints are read so much at a time, or one tensor: an export holds little more than what it writes."""
 OPTIMIZER_PREFIX = "optimizer."
 """Megatron keeps moments and master weights under this prefix; every other tensor is a parameter."""
 
@@ -40,8 +38,8 @@ class Weights:
         """Yields (name, whole CPU tensor, without padding of the vocabulary) in the order of `names`."""
         if isinstance(self.reader, HFDirectory):
             directory = self.reader
-            return ((name, directory.read(name)) for name in names)
-        stored = self.reader.read(names, batch_bytes=BATCH_BYTES)
+            return ((name, directory.read_copy(name)) for name in names)
+        stored = self.reader.read(names)
         return ((name, t if t.shape == self.shapes[name] else t[: self.shapes[name][0]]) for name, t in stored)
 
     def without_padding(self) -> Weights:

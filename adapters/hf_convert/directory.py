@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from adapters.hf_convert.dtypes import name_from_safetensors
+from adapters.hf_convert.dtypes import DTYPES, name_from_safetensors
 from adapters.hf_convert.names import listing, name_problems, raise_problems, value_problems
 
 CONFIG = "config.json"
@@ -59,6 +59,27 @@ class HFDirectory:
     def read(self, name: str) -> torch.Tensor:
         """One whole tensor on the CPU. Backed by the mapped file: clone it to keep it after the file may be gone."""
         return self._opened(self._info(name).file).get_tensor(name)
+
+    def read_copy(self, name: str) -> torch.Tensor:
+        """One whole tensor on the CPU, in memory of its own.
+
+        Pages of a mapped file count as this process's memory until something else needs them: whoever reads a model
+        of any size tensor by tensor would seem to hold all of it.
+        """
+        info = self._info(name)
+        dtype = DTYPES.get(info.dtype)
+        if dtype is None:
+            return self.read(name).clone()
+        tensor = torch.empty(info.shape, dtype=dtype)
+        with (self.path / info.file).open("rb") as file:
+            header_size = int.from_bytes(file.read(8), "little")
+            first, end = json.loads(file.read(header_size))[name]["data_offsets"]
+            assert end - first == tensor.nbytes, f"{self.path / info.file}: header of {name!r}"
+            file.seek(8 + header_size + first)
+            got = file.readinto(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else 0
+        if got != tensor.nbytes:
+            raise ValueError(f"{self.path / info.file}: ends within {name!r}; it is truncated, copy it again")
+        return tensor
 
     def read_shard(self, name: str, *, dim: int, rank: int, size: int) -> torch.Tensor:
         """The `rank`-th of `size` equal slices along `dim`, contiguous. Reads that slice only.

@@ -3,19 +3,20 @@
 A parameter's key is its Hugging Face name and has one global shape, whatever parallel layout wrote it, so reading is by
 name. Optimizer state lies under longer keys beside them and is never touched. The checkpoint's metadata is a pickle:
 read checkpoints you trust.
+
+torch's own loader fills tensors that exist already, so that each is in memory twice; here a tensor that was stored in
+one piece is handed over as it was read.
 """
 
 from __future__ import annotations
 
-import warnings
+import pickle
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
-from torch.distributed import checkpoint
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 METADATA = ".metadata"
 
@@ -33,51 +34,50 @@ class CheckpointReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._storage = _Storage(path)
-        stored = self._storage.read_metadata().state_dict_metadata
-        tensors = {key: entry for key, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
-        self.shapes: dict[str, tuple[int, ...]] = {key: tuple(entry.size) for key, entry in tensors.items()}
-        self.dtypes: dict[str, torch.dtype] = {key: entry.properties.dtype for key, entry in tensors.items()}
+        if not (path / METADATA).is_file():
+            raise ValueError(f"{path}: no complete checkpoint (no {METADATA}); expected a directory iter_NNNNNNN")
+        self._reader = FileSystemReader(path)
+        metadata = self._reader.read_metadata()
+        self._places = metadata.storage_data
+        stored = metadata.state_dict_metadata
+        self._stored = {key: entry for key, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
+        self.shapes: dict[str, tuple[int, ...]] = {key: tuple(entry.size) for key, entry in self._stored.items()}
+        self.dtypes: dict[str, torch.dtype] = {key: entry.properties.dtype for key, entry in self._stored.items()}
 
-    def read(self, names: Iterable[str], *, batch_bytes: int = 1 << 28) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields whole tensors on the CPU, in the order of `names`, a batch of at most `batch_bytes` at a time.
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields whole tensors on the CPU, in the order of `names`, one in memory at a time.
 
-        A larger tensor is a batch of its own.
+        A tensor that several ranks wrote takes the space of its largest part besides.
 
         Raises:
             ValueError: a name is not stored, or a file of the checkpoint is missing or damaged.
         """
-        batch: dict[str, torch.Tensor] = {}
         for name in names:
             if name not in self.shapes:
                 raise ValueError(f"{self.path}: no tensor {name!r} among the {len(self.shapes)} of this checkpoint")
-            tensor = torch.empty(self.shapes[name], dtype=self.dtypes[name])
-            if batch and sum(t.nbytes for t in (*batch.values(), tensor)) > batch_bytes:
-                yield from self._fill(batch)
-            batch[name] = tensor
-        yield from self._fill(batch)
+            yield name, self._whole(name)
 
-    def _fill(self, batch: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Reads the batch's tensors in place and hands them over, leaving the batch empty."""
+    def _whole(self, name: str) -> torch.Tensor:
+        chunks = self._stored[name].chunks
+        if len(chunks) == 1 and tuple(chunks[0].sizes) == self.shapes[name]:
+            return self._chunk(name, chunks[0])
+        covered = sum(torch.Size(chunk.sizes).numel() for chunk in chunks)
+        if covered != torch.Size(self.shapes[name]).numel():
+            raise ValueError(f"{self.path}: damaged checkpoint, {name!r} is not whole in it")
+        whole = torch.empty(self.shapes[name], dtype=self.dtypes[name])
+        for chunk in chunks:
+            place = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            whole[place] = self._chunk(name, chunk)
+        return whole
+
+    def _chunk(self, name: str, chunk: ChunkStorageMetadata) -> torch.Tensor:
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on purpose
-                checkpoint.load(batch, storage_reader=self._storage, no_dist=True)
-        except CheckpointException as error:
-            reasons = "; ".join(f"{type(reason).__name__}: {reason}" for reason, _ in error.failures.values())
-            raise ValueError(f"{self.path}: damaged checkpoint, its tensors cannot be read ({reasons})") from error
-        for name in list(batch):
-            yield name, batch.pop(name)
-
-
-class _Storage(FileSystemReader):
-    """torch's reader, which would otherwise unpickle the metadata of the whole checkpoint for every batch."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        if not (path / METADATA).is_file():
-            raise ValueError(f"{path}: no complete checkpoint (no {METADATA}); expected a directory iter_NNNNNNN")
-        self._metadata = super().read_metadata()
-
-    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
-        return self._metadata
+            place = self._places[MetadataIndex(name, chunk.offsets)]
+            with (self.path / place.relative_path).open("rb") as file:
+                part = torch.load(self._reader._slice_file(file, place), map_location="cpu", weights_only=True)
+        except (KeyError, OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+            problem = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{self.path}: damaged checkpoint, {name!r} cannot be read ({problem})") from error
+        if tuple(part.shape) != tuple(chunk.sizes):
+            raise ValueError(f"{self.path}: damaged checkpoint, a part of {name!r} has shape {tuple(part.shape)}")
+        return part

@@ -48,7 +48,7 @@ def test_reads_what_was_written(checkpoint: Path, sharded: bool) -> None:
     for name, tensor in wanted.items():
         info = directory.tensors[name]
         assert (info.shape, info.dtype) == (tuple(tensor.shape), "float32")
-        assert torch.equal(directory.read(name), tensor)
+        assert torch.equal(directory.read(name), tensor) and torch.equal(directory.read_copy(name), tensor)
         for dim in range(tensor.dim() if tensor.shape[0] > 1 else 0):
             parts = [directory.read_shard(name, dim=dim, rank=rank, size=2) for rank in range(2)]
             assert all(part.is_contiguous() for part in parts)
