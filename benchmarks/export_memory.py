@@ -58,7 +58,12 @@ def build(folder: Path) -> None:
     staging = files.staging_name(folder / "run" / "checkpoints", 1)
     files.prepare(staging)
     checkpoint.save(dict(tensors()), checkpoint_id=staging, no_dist=True)
-    files.commit(staging, files.final_name(folder / "run" / "checkpoints", 1), {"extra": {}})
+    files.commit(
+        staging,
+        files.final_name(folder / "run" / "checkpoints", 1),
+        {"extra": {}},
+        files.facts(staging, files.names_in(staging)),
+    )
     (folder / "run" / "run.json").write_text(json.dumps({"model": str(folder / "hf")}))
 
 

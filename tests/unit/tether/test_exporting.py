@@ -36,7 +36,9 @@ def write_run(run: Path, source: Path, *, depth: str = "full", tensors: dict[str
     staging = files.staging_name(run / "checkpoints", 2)
     files.prepare(staging)
     checkpoint.save(tensors or load_file(source / WEIGHTS), checkpoint_id=staging, no_dist=True)
-    files.commit(staging, files.final_name(run / "checkpoints", 2), {"extra": {}})
+    files.commit(
+        staging, files.final_name(run / "checkpoints", 2), {"extra": {}}, files.facts(staging, files.names_in(staging))
+    )
     (run / "run.json").write_text(json.dumps({"model": str(source), "settings": {"depth": depth}}))
     return run
 
