@@ -9,7 +9,6 @@ import argparse
 import ast
 import dataclasses
 import inspect
-import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,13 +16,8 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from tether.depth import DepthSchedule
-from tether.learning_settings import LearningSettings, learning_violations, preset_lines, with_presets
-
-DTYPES = ("auto", "float32", "bfloat16")
-ENGINES = ("local", "pd")
-SAVE_FORMATS = ("reshardable", "same_layout")
-REMOTE_CODE = ("ours", "keep", "none")
-REPLAYS = ("rollout", "trainer", "none")
+from tether.learning_settings import LearningSettings, preset_lines, with_presets
+from tether.settings_rules import violations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +142,7 @@ class Settings(LearningSettings):
     """Longest wait for the engine, or for another trainer process, before the run ends with an error."""
 
     def __post_init__(self) -> None:
-        problems = [f"{name}: got {getattr(self, name)!r}, expected {want}" for name, want in _violations(self)]
+        problems = [f"{name}: got {getattr(self, name)!r}, expected {want}" for name, want in violations(self)]
         try:
             DepthSchedule.parse(self.depth)
         except ValueError as error:
@@ -267,45 +261,6 @@ def _convert(text: str, kind: type) -> Any:
             raise ValueError(text)
         return text.lower() == "true"
     return kind(text)
-
-
-def _violations(s: Settings) -> list[tuple[str, str]]:
-    """(field, what was expected) of every field outside its range."""
-    at_least = {name: 1 for name in ("prompts_per_update", "max_new_tokens", "save_every", "tokens_per_microbatch")}
-    at_least |= dict.fromkeys(("tensor_parallel", "expert_parallel", "pipeline_parallel", "context_parallel"), 1)
-    at_least |= dict.fromkeys(("train_devices", "rollout_devices", "prefill", "decode", "max_concurrent_samples"), 1)
-    at_least |= {
-        name: 0 for name in ("seed", "lr_warmup_updates", "lr_decay_updates", "keep_last", "keep_every", "eval_every")
-    }
-    at_least |= {"group_size": 2, "kv_cache_bytes": 0, "eval_samples": 0, "prometheus_port": 0}
-    bad = [(name, f"an integer >= {low}") for name, low in at_least.items() if getattr(s, name) < low]
-    positive = ("temperature", "lr", "max_grad_norm", "deadline_seconds")
-    bad += [(n, "a finite number > 0") for n in positive if not (math.isfinite(getattr(s, n)) and getattr(s, n) > 0)]
-    rules = {
-        "dtype": (s.dtype in DTYPES, f"one of {', '.join(DTYPES)}"),
-        "engine": (s.engine in ENGINES, f"one of {', '.join(ENGINES)}"),
-        "transports": (bool(s.transports), "auto, or names separated by commas"),
-        "weight_decay": (math.isfinite(s.weight_decay) and s.weight_decay >= 0, "a finite number >= 0"),
-        "remote_code": (s.remote_code in REMOTE_CODE, f"one of {', '.join(REMOTE_CODE)}"),
-        "router_replay": (s.router_replay in REPLAYS, f"one of {', '.join(REPLAYS)}"),
-        "balance_coefficient": (math.isfinite(s.balance_coefficient) and s.balance_coefficient >= 0, "finite, >= 0"),
-        "router_z_coefficient": (math.isfinite(s.router_z_coefficient) and s.router_z_coefficient >= 0, "finite, >= 0"),
-        "save_format": (s.save_format in SAVE_FORMATS, f"one of {', '.join(SAVE_FORMATS)}"),
-        "stop_after_seconds": (math.isfinite(s.stop_after_seconds) and s.stop_after_seconds >= 0, "finite, >= 0"),
-        "overlap_param_gather": (
-            not s.overlap_param_gather or (s.overlap_grad_reduce and s.distributed_optimizer),
-            "true only with overlap_grad_reduce and distributed_optimizer",
-        ),
-        "lr_floor": (0 <= s.lr_floor <= s.lr, "in [0, lr]"),
-        "eval_data": (
-            bool(s.eval_data) or s.eval_every == 0,
-            "a file of held-out prompts, because eval_every is not 0",
-        ),
-        "reward": (len(s.reward.split(":")) == 2 and all(s.reward.split(":")), "module:function"),
-    }
-    for name in ("tensor_parallel", "expert_parallel"):
-        rules[name] = (s.train_devices % max(1, getattr(s, name)) == 0, f"a divisor of train_devices={s.train_devices}")
-    return bad + [(name, want) for name, (holds, want) in rules.items() if not holds] + learning_violations(s)
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:

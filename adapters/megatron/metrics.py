@@ -105,3 +105,10 @@ class TokenStatistics:
                 metrics[f"logprob_diff_mean_{name}_{index + 1}"] = total / count
                 metrics[f"logprob_diff_max_{name}_{index + 1}"] = float(self.maxima[1 + index])
         return metrics
+
+
+def means(metrics: list[dict[str, float]]) -> dict[str, float]:
+    """The metrics of an update from those of its steps."""
+    if len(metrics) == 1:
+        return metrics[0]
+    return {name: sum(each[name] for each in metrics) / len(metrics) for name in (metrics or [{}])[0]}

@@ -141,6 +141,13 @@ def plan_microbatches(lengths: Sequence[int], *, max_tokens: int, num_ranks: int
     return [[sorted(batch) for batch in batches] + [[]] * (count - len(batches)) for batches in plan]
 
 
+def step_parts(samples: Sequence[TrainSample], *, mini_batches: int, epochs: int) -> list[Sequence[TrainSample]]:
+    """The samples of each optimizer step, in their order; parts without a token to train on are left out."""
+    bounds = [i * len(samples) // mini_batches for i in range(mini_batches + 1)]
+    parts = [samples[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)] if samples else [samples]
+    return [part for part in parts if not part or any(map(any, (s.mask for s in part)))] * epochs
+
+
 def check_samples(
     samples: Sequence[TrainSample],
     *,

@@ -19,9 +19,17 @@ from torch import Tensor
 
 from adapters.megatron.grpo import GrpoSettings, policy_loss
 from adapters.megatron.losses import global_count
-from adapters.megatron.metrics import TokenStatistics
+from adapters.megatron.metrics import TokenStatistics, means
 from adapters.megatron.optimizer import DataParallelSettings, OptimizerSettings, wrap
-from adapters.megatron.packing import PackedBatch, TrainSample, check_samples, pack, plan_microbatches, samples_digest
+from adapters.megatron.packing import (
+    PackedBatch,
+    TrainSample,
+    check_samples,
+    pack,
+    plan_microbatches,
+    samples_digest,
+    step_parts,
+)
 from adapters.megatron.refusals import (
     StepLimits,
     check_global_count,
@@ -109,7 +117,7 @@ class Trainer:
         self.num_updates += 1
         return {
             **statistics.reduced(self.model.trace_breakdown or "class"),
-            **_means(routing),
+            **means(routing),
             "grad_norm": max(norms, default=None),
             "learning_rate": learning_rate,
             "num_input_tokens": sum(sample.num_inputs for sample in samples),
@@ -118,16 +126,14 @@ class Trainer:
         }
 
     def _parts(self, samples: Sequence[TrainSample]) -> list[Sequence[TrainSample]]:
-        """The samples of each optimizer step; parts without a token to train on are left out."""
+        """The samples of each optimizer step, with old log-probs where the first step cannot find them itself."""
         grpo = self.grpo
         if grpo.kl_coefficient and not all(sample.reference_logprobs for sample in samples):
             raise ValueError("samples have no reference_logprobs, but kl_coefficient is not 0")
         if grpo.old_policy == "trainer" and grpo.mini_batches * grpo.epochs > 1:
             scores = self.score(samples)
             samples = [replace(s, old_logprobs=values) for s, values in zip(samples, scores, strict=True)]
-        bounds = [i * len(samples) // grpo.mini_batches for i in range(grpo.mini_batches + 1)]
-        parts = [samples[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)] if samples else [samples]
-        return [part for part in parts if not part or any(map(any, (s.mask for s in part)))] * grpo.epochs
+        return step_parts(samples, mini_batches=grpo.mini_batches, epochs=grpo.epochs)
 
     def _step(self, samples: Sequence[TrainSample], limits: StepLimits) -> tuple[TokenStatistics, float]:
         """One optimizer step: what it says of its tokens, and the norm of its gradients."""
@@ -293,10 +299,3 @@ class Trainer:
         side = self.model.side_loss()
         total = loss.sum if side is None else loss.sum + side
         return total, loss.count, {}
-
-
-def _means(metrics: list[dict[str, float]]) -> dict[str, float]:
-    """The metrics of an update from those of its steps."""
-    if len(metrics) == 1:
-        return metrics[0]
-    return {name: sum(each[name] for each in metrics) / len(metrics) for name in (metrics or [{}])[0]}
