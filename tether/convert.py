@@ -20,7 +20,7 @@ from adapters.hf_convert.dtypes import DTYPES
 from adapters.hf_convert.export import DEFAULT_SHARD_BYTES
 from tether.exporting import ExportOptions, export_weights
 from tether.importing import import_weights
-from tether.settings import REMOTE_CODE
+from tether.settings_rules import REMOTE_CODE
 from tether.stored import open_weights
 from tether.verify import table, verify
 from tether.verify_run import RunOptions

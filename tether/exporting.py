@@ -17,7 +17,7 @@ from adapters.hf_convert.files import SideFiles
 from adapters.hf_convert.names import listing, name_problems, raise_problems, value_problems
 from providers.registry import provider, remote_code
 from tether.depth import FULL, DepthSchedule
-from tether.settings import REMOTE_CODE
+from tether.settings_rules import REMOTE_CODE
 from tether.stored import Weights
 from tether.token_ids import GENERATION, fixes, token_problems
 
