@@ -166,8 +166,9 @@ class PendingSave:
         _together(self._writing.join)
         self._writing.finish()
         rank = dist.get_rank()
-        names = [name for name in files.names_in(self._staging) if _writer_of(name) == rank]
-        return files.facts(self._staging, names)
+        known = self._writing.facts
+        names = [name for name in files.names_in(self._staging) if _writer_of(name) == rank and name not in known]
+        return {**known, **files.facts(self._staging, names)}
 
 
 def load(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import queue
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,8 @@ from megatron.core.dist_checkpointing.serialization import get_default_save_shar
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+
+from adapters.megatron import checkpoint_files
 
 _WRITE_ARGUMENTS = ["transform_list", "local_proc_idx", "write_bucket", "results_queue", "count_queue", "use_fsync"]
 
@@ -49,8 +50,9 @@ class Writing:
             # From 0.17 on the default asks for another package.
             **_supported(dist_checkpointing.save, async_strategy="mcore"),
         )
-        self.seconds = 0.0
-        """How long the writing took."""
+        self.facts: dict[str, tuple[int, str]] = {}
+        """Sizes and digests of the files that the thread wrote; complete once `join` has returned."""
+        self._path = path
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         if self._request.async_fn is not None:
@@ -80,15 +82,15 @@ class Writing:
             function()
 
     def _write(self, buckets: list[Any]) -> None:
-        begun = time.perf_counter()
         try:
             results: dict[int, Any] = {}
             for index, bucket in enumerate(buckets):
                 results[index] = _write_file(self._request.async_fn.args[0], index, bucket)
+            # The digests too: reading back is most of what would otherwise hold up training.
+            self.facts = checkpoint_files.facts(self._path, [name for _, name, _ in buckets])
             self._request.async_fn_args[2].put(results)
         except BaseException as error:
             self._error = error
-        self.seconds = time.perf_counter() - begun
 
 
 def _snapshot(request: Any, live_storages: set[int]) -> list[Any]:

@@ -90,7 +90,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 ) -> None:
     """It holds the state of the moment it was begun, and is no checkpoint before it is complete.
 
-    Mutation: without the copy of what training writes to, it holds something else (what is on a device is copied anyway).
+    Mutation: without the copy of what training writes to, it holds something else.
     """
     if mutation and torch.cuda.is_available():
         pytest.skip("the copy from the device to the host cannot be left out")
