@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.record import RESULTS
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ("docs/publication.md", "docs/parallelism.md")
+DOCUMENTS = ("docs/publication.md", "docs/disaggregated.md", "docs/parallelism.md")
 Record = dict[str, Any]
 
 
@@ -100,11 +100,33 @@ def checkpoint(record: Record) -> str:
     return f"{table}\n\n{size} and moments; a save takes {ratio:.1f} times torch.save; {_source(record)}."
 
 
+def lost_workers(record: Record) -> str:
+    """One row a phase, one column an engine and fault: how the call ended, and what served after a publication."""
+    cells = record["results"]["cells"]
+    phases = list(dict.fromkeys(re.sub(r"\d$", "", cell["phase"]) for cell in cells))
+    columns = list(dict.fromkeys((cell["model"], cell["engine"], cell["fault"]) for cell in cells))
+    rows = [[phase, *(_lost_way(cells, phase, column) for column in columns)] for phase in phases]
+    summary = f"{record['results']['passed']} of {len(cells)} cells passed"
+    header = ["phase, worker", *(f"{model} {engine} {fault}" for model, engine, fault in columns)]
+    return "\n".join([_markdown(header, rows), "", f"{summary}; {_source(record)}."])
+
+
+def _lost_way(cells: list[Record], phase: str, column: tuple[str, str, str]) -> str:
+    for cell in cells:
+        if (re.sub(r"\d$", "", cell["phase"]), cell["model"], cell["engine"], cell["fault"]) == (phase, *column):
+            if not cell["ok"]:
+                return "**failed**"
+            how = re.sub("^(Engine|Publication)", "", cell["ended"]).lower()
+            return f"{how}: {cell['serves']}" if cell["serves"] in ("old", "new") and how != "recovered" else how
+    return ""
+
+
 TABLES: dict[str, Callable[[Record], str]] = {
     "checkpoint_cpu": checkpoint,
     "checkpoint_cuda": checkpoint,
     "fault_matrix_cpu": fault_matrix,
     "layout_matrix_cpu": layout_matrix,
+    "pd_faults_cpu": lost_workers,
     "publication_cpu": publication,
     "publication_cuda_host": publication,
     "publication_cuda_shadow": publication,
