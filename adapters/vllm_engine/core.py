@@ -31,7 +31,7 @@ class Core:
             _check_plugin()  # first: without it vLLM's own error would be about an unknown model
         (self.trace_layout, *_) = self.rpc("tether_install", settings.execution, settings.staging)
         self.model_config = self.engine.vllm_config.model_config
-        self.transfers = Transfers(self.engine, self.rpc) if settings.transfer else None
+        self.transfers = Transfers(self.engine, self.rpc, settings.transfer) if settings.transfer else None
         self._running: dict[str, Running] = {}
         self._policy_errors: dict[str, str | None] = {}
 

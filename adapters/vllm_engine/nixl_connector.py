@@ -77,6 +77,7 @@ class SchedulerSide(NixlPullConnectorScheduler):
         )
         self.arrived: dict[str, int] = {}
         self._readers: dict[str, int] = {}
+        self._moved: dict[str, int] = {}
         self._listening: BaseException | None = None
 
     def on_new_request(self, request: Request) -> None:
@@ -93,8 +94,11 @@ class SchedulerSide(NixlPullConnectorScheduler):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         super().update_connector_output(connector_output)
-        if isinstance(connector_output.kv_connector_worker_meta, Arrivals):
-            self.arrived.update(connector_output.kv_connector_worker_meta.num_bytes)
+        meta = connector_output.kv_connector_worker_meta
+        for request_id, num_bytes in meta.num_bytes.items() if isinstance(meta, Arrivals) else ():
+            self._moved[request_id] = self._moved.get(request_id, 0) + num_bytes
+        for request_id in connector_output.finished_recving or ():  # on every worker; workers may end in other steps
+            self.arrived[request_id] = self._moved.pop(request_id, 0)
 
     def set_xfer_handshake_metadata(self, metadata: Any) -> None:
         super().set_xfer_handshake_metadata(metadata)  # returns when the listener has set its event

@@ -53,7 +53,9 @@ def own_environment(settings: EngineSettings) -> dict[str, str]:
     """What one engine's own settings put into its environment, and into nobody else's."""
     variables = {}
     if settings.devices:
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, settings.devices))
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = visible.split(",") if visible else [str(i) for i in range(max(settings.devices) + 1)]
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(names[i] for i in settings.devices)
     if settings.transfer is not None:
         variables["UCX_TLS"] = settings.transfer.transports
         variables["VLLM_NIXL_SIDE_CHANNEL_HOST"] = settings.transfer.host

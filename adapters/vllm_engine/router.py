@@ -167,7 +167,7 @@ class Router:
                 self._queue.popleft()
                 continue
             worker = self._fleet.usable(self._fleet.prefill)[0]
-            tokens = group.held(worker.connection.settings.block_size)
+            tokens = group.held(worker.settings.block_size)
             if not (worker.has_room and worker.takes(tokens)):
                 return
             self._queue.popleft()
@@ -283,7 +283,7 @@ class Router:
 
     def _let_go(self, group: Group) -> None:
         if group.prefill_worker is not None:
-            group.prefill_worker.held_tokens -= group.held(group.prefill_worker.connection.settings.block_size)
+            group.prefill_worker.held_tokens -= group.held(group.prefill_worker.settings.block_size)
             group.prefill_worker = None
 
     def _finish(self, task: Task, result: GenerationResult) -> None:

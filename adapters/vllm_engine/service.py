@@ -24,7 +24,6 @@ from .transfers import StaleHandover, Transfers
 IDLE_MILLISECONDS = 500
 WAITING_MILLISECONDS = 2
 """Between two looks at keys and values that travel."""
-LET_GO_SECONDS = 10.0
 
 logger = logging.getLogger("tether.engine")
 
@@ -195,7 +194,7 @@ class Service:
         while self.core.num_running:
             self._step()
         if self.core.transfers is not None:
-            self.core.transfers.let_go(LET_GO_SECONDS)
+            self.core.transfers.let_go()
         self.publication.commit(self.core.drop_caches, hold=call.hold)
         logger.info("version %s is served%s", self.publication.version, ", the next one is loaded" * call.hold)
 

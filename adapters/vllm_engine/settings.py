@@ -63,7 +63,7 @@ class EngineSettings:
     seed: int = 0
     """vLLM's own seed; requests carry theirs."""
     devices: tuple[int, ...] = ()
-    """CUDA devices of this engine; empty takes those that are visible, from the first on."""
+    """CUDA devices of this engine, numbered among the visible ones; empty takes the first ones."""
     transfer: TransferSettings | None = None
     """Its part in a prefill/decode-disaggregated engine; None for an engine of its own."""
     start_method: Literal["spawn", "forkserver"] | None = None

@@ -14,6 +14,8 @@ from .messages import Handover
 from .nixl_connector import FOR_EVER_SECONDS, READERS, TRANSFER_SECONDS, SchedulerSide, TetherNixlConnector
 from .settings import TransferSettings
 
+LET_GO_SECONDS = 10.0
+"""Beyond the longest time of a read, for blocks to become free."""
 Rpc = Callable[..., list[Any]]
 
 
@@ -50,13 +52,12 @@ def reader_params(handover: Handover, readers: int, version: Version) -> dict[st
 class Transfers:
     """Of one engine. Not for use from several threads."""
 
-    def __init__(self, engine: Any, rpc: Rpc) -> None:
-        self._rpc, self._engine = rpc, engine
+    def __init__(self, engine: Any, rpc: Rpc, settings: TransferSettings) -> None:
+        self._rpc, self._engine, self._seconds = rpc, engine, settings.transfer_seconds
         self._scheduler = engine.engine_core.engine_core.scheduler
         connector = self._scheduler.connector
         assert isinstance(connector, TetherNixlConnector) and isinstance(connector.connector_scheduler, SchedulerSide)
         self._connector = connector.connector_scheduler
-        self._held: set[str] = set()
 
     @property
     def engine_id(self) -> str:
@@ -86,16 +87,16 @@ class Transfers:
     def forget(self, engine_id: str) -> None:
         self._rpc("tether_forget_peer", engine_id)
 
-    def let_go(self, deadline_seconds: float) -> None:
+    def let_go(self) -> None:
         """Lets go of every held prompt, and waits for reads that were given up: the cache is free of both.
 
         Raises:
-            RuntimeError: something still holds blocks after the deadline.
+            RuntimeError: something still holds blocks when every read must have ended.
         """
-        deadline = time.monotonic() + deadline_seconds
+        deadline = time.monotonic() + self._seconds + LET_GO_SECONDS
         while self.pending:
             self.release([r.request_id for r in self._scheduler.requests.values() if r.is_finished()])
             self._engine.step()
             if time.monotonic() > deadline:
                 held = sorted(self._scheduler.requests)
-                raise RuntimeError(f"keys and values of {held[:10]} are still held after {deadline_seconds:.0f} s")
+                raise RuntimeError(f"keys and values of {held[:10]} are still held after their deadline")

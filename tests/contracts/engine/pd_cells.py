@@ -72,10 +72,15 @@ def all_cells(kind: str, *, short: bool = False) -> list[tuple[str, str]]:
 
 @dataclass(kw_only=True)
 class Stand:
-    """An engine with faults to order, two sets of weights, and what each gives on engines started on them."""
+    """An engine with faults to order, two sets of weights, and what each gives on engines started on them.
+
+    Attributes:
+        local: a local engine that was started on weights "A".
+    """
 
     kind: str
     engine: Any
+    local: Any
     weights: dict[str, Any]
     expected: dict[str, list[Any]]
     serves: str = "A"
@@ -105,15 +110,17 @@ def stand(kind: str, models: dict[str, Path], folder: Path) -> Iterator[Stand]:
     """An engine serving models["A"], and references from local engines."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(faults.VARIABLE, str(folder / "fault"))
-        expected = {}
-        for name, model in models.items():
-            with start_engine("local", model, folder) as reference:
-                expected[name] = drawn(run(reference, work("reference")))
+        with start_engine("local", models["B"], folder) as reference:
+            expected = {"B": drawn(run(reference, work("reference")))}
         weights = {name: load_file(model / "model.safetensors") for name, model in models.items()}
         patience = {"deadline_seconds": DEADLINE, "heartbeat_seconds": HEARTBEAT}
-        with start_engine(kind, models["A"], folder, module=faults.MODULE, **patience) as engine:
+        with (
+            start_engine("local", models["A"], folder) as local,
+            start_engine(kind, models["A"], folder, module=faults.MODULE, **patience) as engine,
+        ):
+            expected["A"] = drawn(run(local, work("reference")))
             engine.publish(Version(1, 1), weights["A"])
-            yield Stand(kind=kind, engine=engine, weights=weights, expected=expected)
+            yield Stand(kind=kind, engine=engine, local=local, weights=weights, expected=expected)
 
 
 def check(stood: Stand, phase: str, fault: str) -> dict[str, Any]:

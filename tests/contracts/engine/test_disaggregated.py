@@ -21,7 +21,7 @@ from adapters.vllm_engine.router import Router
 from tests.tiny import OURO_CONFIG
 
 from . import pd_cells
-from .conftest import MODELS, drawn, make_requests, run, start_engine
+from .conftest import MODELS, drawn, make_requests, run
 
 BLOCK = 32
 CELLS = [("prefill", "kill"), ("read", "kill"), ("commit, decode0", "exception"), ("settle, prefill0", "kill")]
@@ -36,11 +36,9 @@ def stood(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pd_cells.Stand]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def local(stood: pd_cells.Stand, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    model = stood.engine.workers[0].settings.model
-    with start_engine("local", model, tmp_path_factory.mktemp("local")) as engine:
-        yield engine
+@pytest.fixture
+def local(stood: pd_cells.Stand) -> Any:
+    return stood.local
 
 
 def kv_bytes(num_tokens: int) -> int:
@@ -113,9 +111,7 @@ def test_a_prompt_of_another_version_is_refused_and_computed_again(
     monkeypatch.setattr(Router, "_prefilled", stale)
     requests = make_requests("stale", 1)
     assert drawn(run(stood.engine, requests)) == drawn(run(local, requests))
-    assert len(made) == 2
-    log = stood.engine.workers[1].settings.log_path.parent
-    assert log.exists()
+    assert len(made) == 2, "the prompt was not computed again"
 
 
 def test_bad_requests_fail_alone_and_prompts_are_let_go(stood: pd_cells.Stand) -> None:
