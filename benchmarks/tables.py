@@ -106,7 +106,7 @@ def lost_workers(record: Record) -> str:
     phases = list(dict.fromkeys(re.sub(r"\d$", "", cell["phase"]) for cell in cells))
     columns = list(dict.fromkeys((cell["model"], cell["engine"], cell["fault"]) for cell in cells))
     rows = [[phase, *(_lost_way(cells, phase, column) for column in columns)] for phase in phases]
-    summary = f"{record['results']['passed']} of {len(cells)} cells passed"
+    summary = f"{record['results']['passed']} of {len(cells)} cells passed; an empty cell was not run"
     header = ["phase, worker", *(f"{model} {engine} {fault}" for model, engine, fault in columns)]
     return "\n".join([_markdown(header, rows), "", f"{summary}; {_source(record)}."])
 
