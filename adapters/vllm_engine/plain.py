@@ -22,7 +22,7 @@ class PlainWorker(TetherWorker):
 
     def __init__(self, *, runner: Any, vllm_config: Any) -> None:
         self.model_runner, self.vllm_config = runner, vllm_config
-        self.tether_install(None)
+        self.tether_install(None, "host")  # nothing is ever published to it
 
     def _hook_removed(self, runner: Any) -> None:
         super()._hook_removed(runner)
