@@ -113,7 +113,7 @@ def draw(curves: dict[str, list[dict[str, Any]]], path: Path) -> None:
         axes.plot(*zip(*held_out, strict=True), "o", color=f"C{index}", label=f"{name}, held out, greedy")
     axes.set(xlabel="update", ylabel="mean reward", ylim=(0, 1), title="The demos: sort three digits, GRPO")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, ncols=2)
+    axes.legend(fontsize=7, ncols=2, loc="lower right")
     figure.savefig(path, dpi=120)
 
 

@@ -45,7 +45,8 @@ th { white-space: nowrap; overflow-wrap: normal; }
 td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 .text { font-family: ui-monospace, monospace; font-size: 13px; overflow-wrap: anywhere; white-space: pre-wrap; }
 .text span { border-radius: 2px; }
-.samples th:nth-child(3) { width: 62%; }
+.samples th:nth-child(-n+2) { width: 1%; }
+.samples th:nth-child(3) { width: 68%; }
 details { margin: 6px 0; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 12px; }
 @media (max-width: 600px) {
