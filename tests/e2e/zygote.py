@@ -84,22 +84,39 @@ class ForkedRun:
         return self._out.with_suffix(".log").read_text()[-4000:]
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
+    """Serves orders until standard input ends; with arguments it does nothing, which shows that forking works."""
+    if arguments is not None:
+        return
     from adapters.vllm_engine import forkserver
-    from adapters.vllm_engine.process import environment
 
     _preload()
-    with open(os.devnull, "wb") as log:
-        forkserver._server = forkserver._Client(log, environment(dict(os.environ), cuda=False))
     # A forked run is not the parent of the server and cannot ask for its state.
     forkserver._Client.alive = property(lambda _: True)  # type: ignore[method-assign, assignment]
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # runs leave no zombies
+    _start_server()
     print("ready", flush=True)
     for line in sys.stdin:
         order = json.loads(line)
+        assert forkserver._server is not None
+        if (
+            forkserver._server._process.poll() is not None
+        ):  # a run that is killed while its engine starts takes it along
+            _start_server()
         if (pid := os.fork()) == 0:
             _run(order)
         print(pid, flush=True)
+
+
+def _start_server() -> None:
+    """The server of all runs' engines, once it has vLLM imported."""
+    from adapters.vllm_engine import forkserver
+    from adapters.vllm_engine.process import environment
+
+    variables = environment(dict(os.environ), cuda=False)
+    with open(os.devnull, "wb") as log:
+        forkserver._server = forkserver._Client(log, variables)
+        forkserver.fork("tests.e2e.zygote", [], log=log, environment=variables, seconds=600).wait(60)
 
 
 def _preload() -> None:
