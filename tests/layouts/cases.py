@@ -62,6 +62,12 @@ LAYOUTS: dict[str, dict[str, Layout]] = {
 }
 """Sequence parallelism is part of every OLMoE layout with tensor parallelism: experts need it."""
 
+CROSSING = {
+    "ouro": ("one", "dp2", "tp2", "dp2_tp2"),
+    "olmoe": ("one", "dp2", "tp2", "dp2_tp2", "ep2", "ep2_tp2", "dp2_ep2_tp2"),
+}
+"""Layouts whose checkpoints are loaded at each other: those that divide the stored tensors differently."""
+
 
 def samples_of(model: str, count: int, *, seed: int) -> list[TrainSample]:
     """Samples of odd sizes with random traces: loops of each token, or its experts in each layer."""

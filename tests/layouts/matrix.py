@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks import record
 
-from .cases import LAYOUTS, WRITE
+from .cases import CROSSING, LAYOUTS, WRITE
 from .checks import BOUND, check_crossing, check_layout, check_resume
 from .ranks import CELLS, RESUME_LAYOUTS, launch
 
@@ -42,10 +42,10 @@ def main() -> int:
 
 
 def run_layouts(folder: Path, model: str) -> None:
-    """Every layout measured; then every layout loads what every layout saved."""
-    for kind in ("measure", "cross"):
-        for world in sorted({layout.world for layout in LAYOUTS[model].values()}):
-            names = [name for name, layout in LAYOUTS[model].items() if layout.world == world]
+    """Every layout measured; then the crossing ones load what each of them saved."""
+    for kind, chosen in (("measure", LAYOUTS[model]), ("cross", CROSSING[model])):
+        for world in sorted({LAYOUTS[model][name].world for name in chosen}):
+            names = [name for name in chosen if LAYOUTS[model][name].world == world]
             launch([f"{kind}.{model}.{name}" for name in names], folder=folder, world=world, deadline_seconds=900)
 
 
@@ -58,11 +58,10 @@ def run_resumes(folder: Path, model: str) -> None:
 
 
 def check_all(folder: Path, model: str) -> Iterator[dict[str, Any]]:
-    names = list(LAYOUTS[model])
-    for name in names[1:]:
+    for name in list(LAYOUTS[model])[1:]:
         yield _cell({"model": model, "check": "layout", "layout": name}, lambda n=name: check_layout(folder, model, n))
-    for source in names:
-        for target in names:
+    for source in CROSSING[model]:
+        for target in CROSSING[model]:
             key = {"model": model, "check": "crossing", "saved_at": source, "loaded_at": target}
             yield _cell(key, lambda s=source, t=target: check_crossing(folder, model, s, t))
     for world in RESUME_LAYOUTS[model]:

@@ -1,7 +1,7 @@
 """What the processes of this folder's matrices run, see `tests.ranks`. A stage's name says what it does.
 
 measure.MODEL.LAYOUT           scores, two updates, and a checkpoint after the first
-cross.MODEL.LAYOUT             loads every other layout's checkpoint, saves it again, and makes the second update
+cross.MODEL.LAYOUT             loads every crossing layout's checkpoint, saves it again, and makes the second update
 whole.MODEL.RANKS.CELL         six updates in one go; a checkpoint after the third while the fourth is made
 resumed.MODEL.RANKS.CELL       a fresh process goes on from the third
 """
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from tests import ranks
-from tests.layouts.cases import LAYOUTS, Layout, make_trainer, samples_of
+from tests.layouts.cases import CROSSING, LAYOUTS, Layout, make_trainer, samples_of
 
 launch = partial(ranks.launch, "tests.layouts.ranks")
 NUM_SAMPLES = 7
@@ -53,8 +53,9 @@ def cross(model: str, name: str, folder: Path) -> dict[str, Any]:
     from adapters.megatron import checkpoint
 
     found = {}
-    for other in sorted(path.name for path in folder.glob(f"{model}.*") if path.is_dir()):
-        source = other.partition(".")[2]
+    saved = {path.name.partition(".")[2] for path in folder.glob(f"{model}.*") if path.is_dir()}
+    for source in sorted(saved & {*CROSSING[model], name}):
+        other = f"{model}.{source}"
         trainer = make_trainer(model, folder / model, layout=LAYOUTS[model][name], load=False)
         checkpoint.load(folder / other, trainer)
         checkpoint.save(folder / "again" / f"{other}.{name}", trainer, {})
