@@ -45,6 +45,7 @@ def test_a_function_that_always_fails_stops_the_run(tmp_path: Path) -> None:
             judge(told("a", "b"))
 
 
+@pytest.mark.slow
 def test_processes_end_with_their_parent(tmp_path: Path) -> None:
     """Also one whose function hangs, when the parent is killed without warning."""
     script = (
