@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -75,14 +74,15 @@ def measure(weights: Path, destination: Path) -> dict[str, float]:
 
     spec_of("warm", torch.zeros(1 << 20))  # the compiled digest
     opened = open_weights(weights)
-    before, began = _resident(), time.perf_counter()
+    before, began = _memory("VmRSS"), time.perf_counter()
     export_weights(opened, destination, ExportOptions(max_shard_bytes=SHARD_BYTES))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"growth_bytes": peak - before, "seconds": round(time.perf_counter() - began, 1)}
+    return {"growth_bytes": _memory("VmHWM") - before, "seconds": round(time.perf_counter() - began, 1)}
 
 
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+def _memory(field: str) -> int:
+    """Bytes resident now (VmRSS) or at most (VmHWM). Not ru_maxrss: that counts what the parent held at the fork."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{field}:")]
+    return int(line.split()[1]) * 1024
 
 
 def main() -> None:
