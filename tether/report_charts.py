@@ -89,7 +89,7 @@ class _Frame:
         if log:
             low, high = math.floor(math.log10(low)), math.ceil(math.log10(high))
             high = max(high, low + 1)
-            step = max(1, math.ceil((high - low) / 4))
+            step: float = max(1, math.ceil((high - low) / 4))
         else:
             high = high if high > low else low + (abs(low) * 0.1 or 1.0)
             step = _nice((high - low) / 4)

@@ -42,9 +42,9 @@ def _row(sample: Mapping[str, Any], tokenizer: Any) -> str:
     reward = "none" if sample["reward"] is None else f"{sample['reward']:g}"
     prompt = html.escape(_text(sample["prompt_token_ids"], tokenizer))
     ids = sample["response_token_ids"]
-    depths, mask = sample.get("exit_depths"), sample.get("loss_mask")
+    depths, mask = sample.get("exit_depths"), sample.get("loss_mask") or [True] * len(ids)
     tokens = "".join(
-        _token(_text([token], tokenizer), depths[i] if depths else None, bool(mask) and not mask[i])
+        _token(_text([token], tokenizer), depths[i] if depths else None, not mask[i])
         for i, token in enumerate(ids[:LONGEST_TOKENS])
     )
     rest = f" ... {len(ids) - LONGEST_TOKENS} more tokens" if len(ids) > LONGEST_TOKENS else ""

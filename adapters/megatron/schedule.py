@@ -63,7 +63,7 @@ def group_overrides(config: OptimizerConfig, groups: Sequence[ParameterGroup]) -
         for key, value, predicate in (("lr_mult", group.lr, matches), ("wd_mult", group.weight_decay, decays)):
             if value != 1.0:
                 found = ParamWithNamePredicate(name=f"{key} {group.pattern}", fn=predicate)
-                overrides[ParamKey(with_name_predicate=found)] = {key: value}  # type: ignore[typeddict-item, misc]
+                overrides[ParamKey(with_name_predicate=found)] = {key: value}
     return overrides
 
 
