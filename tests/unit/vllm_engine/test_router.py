@@ -147,20 +147,25 @@ def test_prompts_wait_until_the_prefill_cache_has_room(monkeypatch: pytest.Monke
     assert bench.decoding(decode) == ["b"]
 
 
-def test_requests_wait_for_a_seat_and_go_to_the_emptier_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two decode workers of two seats: prompts alternate; the fifth request waits until a seat is free."""
-    bench = Bench(monkeypatch, decode=2, seats=2)
-    (prefill,), (one, two) = bench.fleet.prefill, bench.fleet.decode
-    bench.router.submit([request(str(i), first=10 * i + 5) for i in range(5)])
+@pytest.mark.parametrize(("seats", "sent"), [(4, 4), (1, 2)])
+def test_requests_go_to_the_emptier_worker_and_wait_for_a_seat(
+    monkeypatch: pytest.MonkeyPatch, seats: int, sent: int
+) -> None:
+    """Four prompts alternate between two decode workers; with a seat each, two of them wait until one is free."""
+    bench = Bench(monkeypatch, prefill=2, decode=2, seats=seats)
+    one, two = bench.fleet.decode
+    bench.router.submit([request(str(i), first=10 * i + 5) for i in range(4)])
     for _ in range(4):
         bench.router.pump()
-        bench.prefilled(prefill)
-    sent = {0: bench.decoding(one), 1: bench.decoding(two)}
-    assert sorted(map(len, sent.values())) == [2, 2]
-    bench.arrive(one, *sent[0])
-    bench.finish(one, sent[0][0])
-    bench.prefilled(prefill)
-    assert bench.decoding(one) == ["4"] and bench.decoding(two) == []
+        counts = [len(bench.prefilled(worker)) for worker in bench.fleet.prefill]
+        assert abs(counts[0] - counts[1]) <= 1, "prompts alternate too"
+    first, second = bench.decoding(one), bench.decoding(two)
+    assert len(first) == len(second) == sent / 2
+    bench.arrive(one, *first)
+    bench.finish(one, *first)
+    for worker in bench.fleet.prefill:
+        bench.prefilled(worker)
+    assert len(bench.decoding(one)) == (seats == 1) and bench.decoding(two) == []
 
 
 def test_samples_spill_to_another_worker_when_theirs_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
