@@ -1,0 +1,31 @@
+"""Prompts and answers in different processes on CUDA: the local engine's tokens, on keys and values that travelled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.contracts.engine.conftest import make_requests, run, start_engine
+from tests.tiny import write_ouro
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_card_shared_by_both_workers(tmp_path: Path, dtype: str) -> None:
+    """fp32: the same tokens and traces, log-probs within 2e-6, because the batches differ. bf16 is only reported."""
+    model = write_ouro(tmp_path / "model")
+    ours, theirs = [], []
+    for kind, into in (("local", theirs), ("1P1D", ours)):
+        with start_engine(kind, model, tmp_path, dtype=dtype) as engine:
+            into += run(engine, make_requests("cuda"))
+    assert min(r.kv_bytes for r in ours) > 0
+    pairs = [(a, b) for r, s in zip(ours, theirs, strict=True) for a, b in zip(r.logprobs, s.logprobs, strict=False)]
+    same = sum(r.token_ids == s.token_ids for r, s in zip(ours, theirs, strict=True))
+    print(
+        f"{dtype}: {same} of {len(ours)} with equal tokens, log-probs differ by {max(abs(a - b) for a, b in pairs):.1e}"
+    )
+    if dtype == "float32":
+        assert same == len(ours) and [r.trace for r in ours] == [s.trace for s in theirs]
+        assert max(abs(a - b) for a, b in pairs) <= 2e-6
