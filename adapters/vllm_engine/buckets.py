@@ -120,14 +120,17 @@ class BucketStore(abc.ABC):
     def _delete(self, location: Location, memory: torch.Tensor) -> None:
         """Frees it."""
 
+    @abc.abstractmethod
+    def _written(self, location: Location) -> None:
+        """The bucket is full: makes it readable for other processes."""
+
     def _write(self, group: list[tuple[str, torch.Tensor]]) -> tuple[Bucket, list[TensorSpec]]:
         placements, size = _place(group)
         location, memory = self._take(max(size, 1))
         specs = []
         for place, (name, tensor) in zip(placements, group, strict=True):
             specs.append(spec_of(name, _copy_without_negative_zeros(tensor, place.view(memory))))
-        if memory.is_cuda:
-            torch.cuda.synchronize(memory.device)  # other processes read it next
+        self._written(location)
         return Bucket(location=location, placements=tuple(placements)), specs
 
     def _take(self, size: int) -> tuple[Location, torch.Tensor]:

@@ -10,11 +10,12 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from adapters.contract import GenerationRequest, PluginMissing, ScoreRequest, Trace, Version
+from adapters.contract import GenerationRequest, PluginMissing, ScoreRequest, Version
 
 from . import patches
 from .messages import Handover
 from .outcomes import Outcome, Running, outcome
+from .request_rules import Parameters, RequestRules
 from .settings import EngineSettings
 from .transfers import Transfers, prefill_params, reader_params, transfer_config
 
@@ -33,7 +34,12 @@ class Core:
         self.model_config = self.engine.vllm_config.model_config
         self.transfers = Transfers(self.engine, self.rpc, settings.transfer) if settings.transfer else None
         self._running: dict[str, Running] = {}
-        self._policy_errors: dict[str, str | None] = {}
+        self.rules = RequestRules(
+            layout=self.trace_layout,
+            max_model_len=self.model_config.max_model_len,
+            vocab_size=self.model_config.get_vocab_size(),
+            policy_problem=lambda text: self.rpc("tether_check_policy", text)[0],
+        )
 
     @property
     def trace_kind(self) -> str:
@@ -89,98 +95,33 @@ class Core:
     def _add_generation(
         self, request: GenerationRequest, extra: dict[str, Any], *, transfer: str | None = None, **changes: Any
     ) -> None:
-        self._check_policy(request.execution)
-        sampling, trace = request.sampling, request.trace
-        if trace is not None:
-            self._check_trace(trace, min(len(request.prompt_token_ids), trace.shape[0]))
-            extra["trace"] = trace.data
-        wanted = {
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k,
-            "top_p": sampling.top_p,
-            "min_p": sampling.min_p,
-            "max_tokens": sampling.max_tokens,
-            "stop_token_ids": list(sampling.stop_token_ids),
-            "ignore_eos": sampling.ignore_eos,
-            "seed": request.effective_seed,
-        }
-        params = VllmSamplingParams(
-            **{**wanted, **changes},
-            logprobs=0,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-            extra_args={"execution": request.execution, **extra},
-        )
-        room = self.model_config.max_model_len - len(request.prompt_token_ids)
-        if sampling.max_tokens > room:
-            raise ValueError(
-                f"max_tokens: got {sampling.max_tokens} after a prompt of {len(request.prompt_token_ids)} tokens, "
-                f"expected at most {room}: the engine's sequences end at {self.model_config.max_model_len}"
-            )
+        parameters = self.rules.generation(request)
+        parameters["extra_args"] |= extra
         # Blocks of a continued response hold what its tokens ran, not what a prompt's do: they are nobody else's.
-        salt = None if trace is None else f"turn/{request.request_id}"
-        self._add(request, request.prompt_token_ids, params, cache_salt=salt, transfer=transfer)
+        salt = None if request.trace is None else f"turn/{request.request_id}"
+        self._add(request, request.prompt_token_ids, {**parameters, **changes}, cache_salt=salt, transfer=transfer)
 
     def add_score(self, request: ScoreRequest) -> None:
         """Scores ride as a prompt of all input tokens; its own cache salt keeps its blocks to itself."""
-        inputs, trace = request.token_ids[:-1], request.trace
-        if trace is not None:
-            self._check_trace(trace, len(inputs))
-        targets = request.token_ids[request.num_prompt_tokens :]
-        self._check_tokens(targets)
-        extra: dict[str, Any] = {
-            "first": request.num_prompt_tokens - 1,
-            "targets": list(targets),
-            "temperature": request.temperature if request.mode == "processed" else 1.0,
-        }
-        if trace is not None:
-            extra["trace"] = trace.data
-        params = VllmSamplingParams(temperature=0.0, max_tokens=1, detokenize=False, extra_args=extra)
-        self._add(request, inputs, params, cache_salt=f"score/{request.request_id}")
+        salt = f"score/{request.request_id}"
+        self._add(request, request.token_ids[:-1], self.rules.score(request), cache_salt=salt)
 
     def _add(
         self,
         request: GenerationRequest | ScoreRequest,
         tokens: Sequence[int],
-        params: VllmSamplingParams,
+        parameters: Parameters,
         cache_salt: str | None = None,
         transfer: str | None = None,
     ) -> None:
         if request.request_id in self._running:
             raise ValueError(f"request id {request.request_id!r} is already running")
-        self._check_tokens(tokens)
         prompt: Any = {"prompt_token_ids": list(tokens)}
         if cache_salt is not None:
             prompt["cache_salt"] = cache_salt
+        params = VllmSamplingParams(**parameters, output_kind=RequestOutputKind.DELTA)
         internal_id = self.engine.add_request(request.request_id, prompt, params)
         self._running[request.request_id] = Running(request, internal_id, transfer)
-
-    def _check_trace(self, trace: Trace, num_inputs: int) -> None:
-        layout = self.trace_layout
-        shape = (num_inputs, *layout.row_shape)
-        if (trace.kind, trace.shape) != (layout.kind, shape):
-            raise ValueError(
-                f"got a trace of {trace.kind!r} with shape {trace.shape!r}, expected {layout.kind!r} with {shape}: "
-                "one row per input token"
-            )
-        if outside := [i for i, value in enumerate(trace.data) if not layout.least <= value <= layout.most]:
-            raise ValueError(
-                f"trace position {outside[0] // layout.row_bytes}: got {trace.data[outside[0]]}, expected "
-                f"{layout.least} .. {layout.most}"
-            )
-
-    def _check_tokens(self, tokens: Sequence[int]) -> None:
-        vocabulary = self.model_config.get_vocab_size()
-        if unknown := [t for t in tokens if not 0 <= t < vocabulary]:
-            raise ValueError(f"got token ids {unknown[:10]}, expected 0 <= id < {vocabulary}")
-
-    def _check_policy(self, text: str | None) -> None:
-        if text is None:
-            return
-        if text not in self._policy_errors:
-            (self._policy_errors[text], *_) = self.rpc("tether_check_policy", text)
-        if error := self._policy_errors[text]:
-            raise ValueError(error)
 
     def step(self, version: Version) -> list[Outcome]:
         """One scheduler step -> the requests it finished."""

@@ -15,6 +15,9 @@ class DeviceStore(BucketStore):
         _, *handle = memory.untyped_storage()._share_cuda_()
         return DeviceMemory(device_uuid=_uuid(memory.device.index), handle=tuple(handle)), memory
 
+    def _written(self, location: Location) -> None:
+        torch.cuda.synchronize()
+
     def _delete(self, location: Location, memory: torch.Tensor) -> None:
         pass  # goes with its last reference, once no worker has it open
 

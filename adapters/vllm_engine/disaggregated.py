@@ -28,6 +28,7 @@ from .launch import PROCESS
 from .offers import Clock, InFlight, Offer, PublishingEngine
 from .router import Router
 from .settings import EngineSettings
+from .staging import store_for
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class DisaggregatedEngine(PublishingEngine):
             EngineStartFailed, EngineTimeout: no transport works, or a process did not come up.
         """
         check_alike(prefill, decode)
-        super().__init__(prefill[0].staging)
+        super().__init__(store_for(prefill[0].staging))
         if removed := leftovers.remove_abandoned():
             logger.info("removed what killed processes left behind: %s", sorted(str(path) for path in removed))
         self.transports = transports.choose(transports_wanted, start_seconds=prefill[0].start_seconds)

@@ -27,13 +27,15 @@ def owned_name(kind: str) -> str:
     return f"{kind}-{os.getpid()}-{_started(os.getpid())}.{_namespace()}-{next(_counter)}"
 
 
-def remove_abandoned() -> list[Path]:
-    """Removes the files and folders of processes that no longer run. Returns what was removed.
+def remove_abandoned(*folders: Path) -> list[Path]:
+    """Removes the files and folders of processes that no longer run, there and where they usually are.
+
+    Returns what was removed.
 
     Containers may share the folder and not see each other's processes: names of another pid namespace are left alone.
     """
     removed = []
-    for folder in {memory_directory(), Path(tempfile.gettempdir())}:
+    for folder in {memory_directory(), Path(tempfile.gettempdir()), *folders}:
         for path in folder.glob("tether-*"):
             if (match := _NAME.fullmatch(path.name)) and match["namespace"] == _namespace():
                 if match["started"] == _started(int(match["pid"])):

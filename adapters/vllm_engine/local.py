@@ -15,6 +15,7 @@ from .connection import Connection
 from .launch import PROCESS
 from .offers import Clock, InFlight, Offer, PublishingEngine
 from .settings import EngineSettings
+from .staging import store_for
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ class LocalEngine(PublishingEngine):
             EngineStartFailed: the process ended while starting; the message shows its log.
             EngineTimeout: it did not come up within `settings.start_seconds`.
         """
-        super().__init__(settings.staging)
+        super().__init__(store_for(settings.staging))
         self.settings, self._module = settings, module
         self._unread: set[str] = set()
         if removed := leftovers.remove_abandoned():

@@ -14,8 +14,7 @@ import torch
 
 from adapters.contract import EngineDead, EngineTimeout, Manifest, PublishReport, TensorSpec, Version
 
-from .buckets import Bucket
-from .staging import Staging, store_for
+from .buckets import Bucket, BucketStore
 
 InFlight = Literal["drain", "abort"]
 
@@ -35,9 +34,8 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 class PublishingEngine:
     """The half of an engine that publishes. Not for use from several threads."""
 
-    def __init__(self, staging: Staging) -> None:
-        """Raises ValueError for a staging that this machine cannot do."""
-        self._store = store_for(staging)
+    def __init__(self, store: BucketStore) -> None:
+        self._store = store
         self._committed: Offer | None = None
         self._interrupted: Offer | None = None
 

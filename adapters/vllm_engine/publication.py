@@ -29,6 +29,8 @@ from .buckets import Bucket
 from .weights import Fingerprint
 
 Rpc = Callable[..., list[Any]]
+STARTED = Version(incarnation=0, update=0)
+"""What an engine serves until something is published to it: the weights of its directory."""
 
 
 def _refuse(version: Version, problems: list[str]) -> None:
@@ -45,17 +47,26 @@ class Publication:
         blocked: why nothing may be generated; None while a whole version serves.
     """
 
-    def __init__(self, rpc: Rpc, *, expected: dict[str, tuple[int, ...]], dtype: str) -> None:
+    def __init__(
+        self,
+        rpc: Rpc,
+        *,
+        expected: dict[str, tuple[int, ...]],
+        dtype: str,
+        version: Version = STARTED,
+        manifest_digest: str | None = None,
+    ) -> None:
         """
         Args:
             rpc: calls a method of `LiveWeights` on every worker.
             expected: shape of every physical tensor.
             dtype: the only dtype that is accepted.
+            version: that the workers serve already, and the digest of its manifest.
         """
         self._rpc, self._expected, self._dtype = rpc, expected, dtype
-        self.version = Version(incarnation=0, update=0)
+        self.version = version
         self.blocked: str | None = None
-        self._served_manifest: str | None = None
+        self._served_manifest = manifest_digest
         self._served = self._fingerprint(rpc("fingerprint"))
         self._offered: tuple[Version, Manifest] | None = None
         self._prepared = False

@@ -141,6 +141,12 @@ class Records:
         self.close(request_id)
         return self._finished.pop(request_id, None)
 
+    def find(self, prefix: str) -> str | None:
+        """The request whose id is `prefix`, lengthened by vLLM with "-" and eight hexadecimal digits."""
+        length = len(prefix) + 9
+        held = (request_id for ids in (self._slots, self._finished) for request_id in ids)
+        return next((r for r in held if len(r) == length and r.startswith(f"{prefix}-")), None)
+
     def _expire(self) -> None:
         now = time.monotonic()
         while self._finished:

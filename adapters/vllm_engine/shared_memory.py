@@ -7,19 +7,37 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
-from .buckets import BucketStore, Location, SharedFile
+from .buckets import Bucket, BucketStore, Location, SharedFile
 from .leftovers import WEIGHTS, memory_directory, owned_name
 
 
 class SharedFileStore(BucketStore):
-    """Buckets in shared memory of the host."""
+    """Buckets in shared memory of the host, or in a directory that other hosts see too."""
+
+    def __init__(self, directory: Path | None = None) -> None:
+        super().__init__()
+        self._directory = directory
+
+    def recycle(self, buckets: Iterable[Bucket]) -> None:
+        """In a directory of its own, files are not written again: another host may hold pages of what they were."""
+        if self._directory is None:
+            super().recycle(buckets)
+        else:
+            self.remove(buckets)
+
+    def _written(self, location: Location) -> None:
+        if self._directory is not None:
+            assert isinstance(location, SharedFile)
+            with open(location.path, "rb") as file:
+                os.fsync(file.fileno())
 
     def _create(self, size: int) -> tuple[Location, torch.Tensor]:
-        path = memory_directory() / owned_name(WEIGHTS)
+        path = (self._directory or memory_directory()) / owned_name(WEIGHTS)
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, size)  # raises now if memory is short; a hole would raise SIGBUS later

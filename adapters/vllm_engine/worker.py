@@ -5,6 +5,7 @@ Loaded by vLLM as `worker_extension_cls`; its methods are called through `collec
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from typing import Any
 
@@ -116,7 +117,9 @@ class TetherWorker:
             extra = state.sampling_params.extra_args or {}
             prompt = len(state.prompt_token_ids)
             policy = self._policy(extra.get("execution"))
-            layout, given = model.trace_layout, extra.get("prompt_rows") or extra.get("trace")
+            layout, given = model.trace_layout, extra.get("prompt_rows")
+            if given is None and "trace" in extra:
+                given = base64.b64decode(extra["trace"])
             known = np.frombuffer(given or b"", np.uint8).reshape(-1, *layout.row_shape)
             is_scored = state.sampling_params.prompt_logprobs is not None  # by vLLM's own scoring: see `plain`
             if layout.prompt_value is not None and not is_scored and len(known) < prompt:

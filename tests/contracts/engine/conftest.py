@@ -17,6 +17,8 @@ from adapters.vllm_engine.local import LocalEngine
 from adapters.vllm_engine.settings import EngineSettings
 from tests.tiny import write_olmoe, write_ouro
 
+from .http_server import ServedEngine
+
 CONTEXT = 256
 MODELS = {"ouro": write_ouro, "olmoe": write_olmoe}
 ROUNDING = {"loops": 0.0, "experts": 2e-6}
@@ -50,9 +52,11 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def start_engine(kind: str, model: Path, folder: Path, *, module: str = PROCESS, **overrides: Any) -> Any:
-    """ "local", or "1P2D" for one prefill and two decode workers."""
+    """ "local", "http" for a server of its own, or "1P2D" for one prefill and two decode workers."""
     if kind == "local":
         return LocalEngine(settings_for(model, folder / "engine.log", **overrides), module=module)
+    if kind == "http":
+        return ServedEngine(settings_for(model, folder / "server.log", **overrides))
     counts = {"prefill": int(kind[0]), "decode": int(kind[2])}
     workers = {
         role: [settings_for(model, folder / f"{role}{i}.log", **overrides) for i in range(count)]
@@ -61,7 +65,10 @@ def start_engine(kind: str, model: Path, folder: Path, *, module: str = PROCESS,
     return DisaggregatedEngine(**workers, module=module)
 
 
-@pytest.fixture(scope="session", params=["local", *(pytest.param(kind, marks=pytest.mark.slow) for kind in PD_ENGINES)])
+@pytest.fixture(
+    scope="session",
+    params=["local", *(pytest.param(kind, marks=pytest.mark.slow) for kind in (*PD_ENGINES, "http"))],
+)
 def engine(
     request: pytest.FixtureRequest, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Any]:

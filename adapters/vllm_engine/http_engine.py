@@ -1,0 +1,404 @@
+"""HttpEngine: a vLLM server that somebody else started, behind the engine contract.
+
+The server needs our plugin, our worker (`http_worker`) and its development endpoints; `server_command` says how it is
+started. Weights go through a directory that the server sees too. The transaction is run from here (`Publication`); what
+it has committed is remembered by the workers, so that a client which comes later finds it.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+import logging
+import secrets
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from adapters.contract import (
+    EngineDead,
+    EngineStartFailed,
+    EngineTimeout,
+    GenerationRequest,
+    GenerationResult,
+    Health,
+    ScoreRequest,
+    ScoreResult,
+    Version,
+)
+
+from . import leftovers
+from .http_client import DEVELOPMENT, Server
+from .http_messages import Attach, CheckPolicy, Facts, Take, TakenRecord
+from .model_interface import TraceLayout
+from .offers import Clock, InFlight, Offer, PublishingEngine
+from .outcomes import Running, outcome
+from .process import CPU_ENVIRONMENT, CUDA_ENVIRONMENT, ENVIRONMENT
+from .publication import Publication
+from .records import Record
+from .request_rules import Parameters, RequestRules
+from .settings import EngineSettings
+from .shared_memory import SharedFileStore
+
+POLL_SECONDS = 0.5
+INTERNAL_PREFIX = "generate-tokens-"
+"""What vLLM's endpoint puts before the id that it is given."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpSettings:
+    url: str
+    """Where the server listens, such as http://host:8000."""
+    directory: Path | None = None
+    """Where weights are written for the server to read; None takes this machine's shared memory."""
+    execution: str | None = None
+    """Execution policy of requests that name none; None takes the checkpoint's own."""
+    max_concurrent: int = 64
+    """Requests sent at the same time."""
+    start_seconds: float = 300.0
+    """Longest wait for the server to be healthy."""
+    deadline_seconds: float = 600.0
+    """Longest wait for any answer of the server."""
+
+
+class HttpEngine(PublishingEngine):
+    """A server in use. Use as a context manager, or call `close`, which leaves the server running.
+
+    Not for use from several threads. One client at a time: what another one publishes meanwhile is not noticed.
+    """
+
+    def __init__(self, settings: HttpSettings) -> None:
+        """Waits until the server is healthy.
+
+        Raises:
+            EngineTimeout: it was not within `settings.start_seconds`.
+            EngineStartFailed: it lacks what the contract needs; all of it is named.
+        """
+        super().__init__(SharedFileStore(settings.directory))
+        self.settings = settings
+        leftovers.remove_abandoned(*([settings.directory] if settings.directory else []))
+        self._server = Server(
+            settings.url, deadline_seconds=settings.deadline_seconds, connections=settings.max_concurrent
+        )
+        self._pool = concurrent.futures.ThreadPoolExecutor(settings.max_concurrent, thread_name_prefix="http-engine")
+        self._running: dict[str, Sent] = {}
+        self._publication: Publication | None = None
+        self._name, self._numbers = f"tether-{secrets.token_hex(4)}", itertools.count()
+        try:
+            self._attach()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> HttpEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int:
+        """Of the server's first worker."""
+        return self._facts.pid
+
+    @property
+    def trace_kind(self) -> str:
+        return self._facts.layout.kind
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
+        """See `contract.Engine.generate`. Sent when iteration starts; what is not consumed is aborted."""
+        if len({r.request_id for r in requests}) != len(requests):
+            raise ValueError("generate: two requests share an id; results could not be told apart")
+        self._attached().check_serving()
+        self._drop_unread()
+        yield from [failed for request in requests if (failed := self._send_generation(request)) is not None]
+        try:
+            yield from self._collect({r.request_id for r in requests})
+        finally:
+            self._drop_unread()
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        sent = [self._running[r].sent_id for r in request_ids if r in self._running]
+        if sent:
+            self._server.post("/abort_requests", {"request_ids": [INTERNAL_PREFIX + s for s in sent]})
+
+    def score(self, requests: Sequence[ScoreRequest]) -> list[ScoreResult]:
+        if len({r.request_id for r in requests}) != len(requests):
+            raise ValueError("score: two requests share an id")
+        version = self._attached().version
+        self._attached().check_serving()
+        done: dict[str, ScoreResult] = {}
+        for request in requests:
+            try:
+                parameters = self._rules.score(request)
+            except ValueError as error:
+                message = f"ValueError: {error}"
+                done[request.request_id] = ScoreResult(
+                    request_id=request.request_id, logprobs=(), version=version, error=message
+                )
+                continue
+            salt = f"score/{request.request_id}"
+            self._send(request, request.token_ids[:-1], parameters, cache_salt=salt)
+        waiting = {r.request_id for r in requests} & self._running.keys()
+        done |= {result.request_id: result for result in self._collect(waiting)}
+        return [done[r.request_id] for r in requests]
+
+    def weight_version(self) -> Version:
+        return self._attached().version
+
+    def health(self) -> Health:
+        """
+        Raises:
+            EngineDead: the server does not answer.
+        """
+        if not self._server.is_healthy():
+            raise EngineDead(f"{self.settings.url}: not healthy")
+        publication = self._attached()
+        return Health(
+            state="blocked" if publication.blocked else "serving",
+            version=publication.version,
+            num_running=len(self._running),
+            pid=self.pid,
+            reason=publication.blocked,
+        )
+
+    def restart(self) -> None:
+        """Waits for the server, which others start again, and makes it serve the version that was committed last."""
+        self._forget_running()
+        self._publication = None
+        self._attach()
+        assert self._publication is not None
+        if self._committed is not None and self._publication.version != self._committed.version:
+            self._transact(self._committed, "drain", Clock())
+
+    def close(self) -> None:
+        """Lets the server go; it runs on with what it serves. Removes every file of ours. Idempotent."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._server.close()
+        self._forget_offers()
+
+    def _attach(self) -> None:
+        deadline = time.monotonic() + self.settings.start_seconds
+        while not self._server.is_healthy():
+            if time.monotonic() > deadline:
+                raise EngineTimeout(f"{self.settings.url}: not healthy within {self.settings.start_seconds:.0f} s")
+            time.sleep(POLL_SECONDS)
+        answers = self._server.ask_workers(Attach(execution=self.settings.execution))
+        self._facts = facts = msgspec.convert(answers[0], Facts)
+        if facts.problems:
+            raise EngineStartFailed(
+                f"{self.settings.url}: the server was started without {', '.join(facts.problems)}; start it as "
+                "adapters.vllm_engine.http_engine.server_command says"
+            )
+        self._layout = TraceLayout(**msgspec.structs.asdict(facts.layout))
+        self._rules = RequestRules(
+            layout=self._layout,
+            max_model_len=facts.max_model_len,
+            vocab_size=facts.vocab_size,
+            policy_problem=lambda text: self._server.ask_workers(CheckPolicy(text=text))[0],
+        )
+        self._publication = Publication(
+            self._server.weight_step,
+            expected=facts.tensors,
+            dtype=facts.dtype,
+            version=facts.version,
+            manifest_digest=facts.manifest_digest,
+        )
+
+    def _attached(self) -> Publication:
+        """The publication state, learned again after a transaction whose end was not seen."""
+        if self._publication is None:
+            self._attach()
+        assert self._publication is not None
+        return self._publication
+
+    def _transact(self, offered: Offer, in_flight: InFlight, clock: Clock) -> None:
+        publication = self._attached()
+        try:
+            if publication.begin(offered.version, offered.manifest):
+                return
+            for bucket in offered.buckets:
+                publication.stage(bucket)
+            clock.lap("stage")
+            publication.prepare()
+            clock.lap("prepare")
+            self._end(in_flight)
+            self._server.post("/pause", mode="abort" if in_flight == "abort" else "wait")
+            try:
+                publication.commit(self._drop_caches)
+            finally:
+                if not publication.blocked:
+                    self._server.post("/resume")
+            clock.lap("commit")
+        except (EngineDead, EngineTimeout):
+            self._publication = None
+            raise
+
+    def _drop_caches(self) -> None:
+        self._server.post("/reset_prefix_cache")
+
+    def _send_generation(self, request: GenerationRequest) -> GenerationResult | None:
+        """Sends a request; one that cannot run is its result."""
+        try:
+            parameters = self._rules.generation(request)
+        except ValueError as error:
+            return self._failed(request, error)
+        self._send(request, request.prompt_token_ids, parameters)
+        return None
+
+    def _send(
+        self,
+        request: GenerationRequest | ScoreRequest,
+        tokens: Sequence[int],
+        parameters: Parameters,
+        cache_salt: str | None = None,
+    ) -> None:
+        sent_id = f"{self._name}-{next(self._numbers)}"
+        body = {"request_id": sent_id, "token_ids": list(tokens), "sampling_params": parameters}
+        if cache_salt is not None:
+            body["cache_salt"] = f"{self._name}/{cache_salt}"
+        future = self._pool.submit(self._server.post, "/inference/v1/generate", body)
+        version = self._attached().version
+        self._running[request.request_id] = Sent(request, sent_id, version, future)
+
+    def _collect(self, request_ids: set[str]) -> Iterator[Any]:
+        """Results of these requests as they end."""
+        while waiting := [self._running[r] for r in request_ids if r in self._running]:
+            ended, _ = concurrent.futures.wait(
+                [sent.future for sent in waiting],
+                timeout=self.settings.deadline_seconds,
+                return_when=concurrent.futures.FIRST_COMPLETED,
+            )
+            if not ended:
+                self._forget_running()
+                raise EngineTimeout(f"{self.settings.url}: no result within {self.settings.deadline_seconds:.0f} s")
+            yield from self._finish([sent for sent in waiting if sent.future in ended])
+
+    def _finish(self, ended: Sequence[Sent]) -> list[Any]:
+        """What ended requests became. An error of the server ends them all, one of a request only that one."""
+        for sent in ended:
+            del self._running[sent.request.request_id]
+        try:
+            answers = [sent.answer() for sent in ended]
+        except (EngineDead, EngineTimeout):
+            self._forget_running()
+            raise
+        good = [sent for sent, answer in zip(ended, answers, strict=True) if not isinstance(answer, ValueError)]
+        taken = self._server.ask_workers(Take(request_ids=tuple(INTERNAL_PREFIX + s.sent_id for s in good)))[0]
+        records = {sent.sent_id: _record(found) for sent, found in zip(good, taken, strict=True)}
+        return [
+            self._refused(sent, answer)
+            if isinstance(answer, ValueError)
+            else sent.outcome(answer, records[sent.sent_id], self._layout)
+            for sent, answer in zip(ended, answers, strict=True)
+        ]
+
+    def _end(self, in_flight: InFlight) -> None:
+        """Lets what runs finish or ends it; its results wait in their futures for who reads them, or are dropped."""
+        if in_flight == "abort" and self._running:
+            self.abort(list(self._running))
+        pending = [sent.future for sent in self._running.values()]
+        _, late = concurrent.futures.wait(pending, timeout=self.settings.deadline_seconds)
+        if late:
+            raise EngineTimeout(f"{self.settings.url}: {len(late)} requests did not end before the deadline")
+
+    def _drop_unread(self) -> None:
+        """Ends what nobody reads any more."""
+        if self._running:
+            self._end("abort")
+            self._forget_running()
+
+    def _forget_running(self) -> None:
+        for sent in self._running.values():
+            sent.future.cancel()
+        self._running.clear()
+
+    def _failed(self, request: GenerationRequest, error: Exception) -> GenerationResult:
+        return GenerationResult(
+            request_id=request.request_id,
+            token_ids=(),
+            logprobs=(),
+            seed=request.effective_seed,
+            version=self._attached().version,
+            finish_reason="error",
+            error=f"{type(error).__name__}: {error}",
+        )
+
+    def _refused(self, sent: Sent, error: Exception) -> GenerationResult | ScoreResult:
+        if isinstance(sent.request, GenerationRequest):
+            return self._failed(sent.request, error)
+        return ScoreResult(
+            request_id=sent.request.request_id, logprobs=(), version=sent.version, error=f"ValueError: {error}"
+        )
+
+
+class Sent:
+    """A request on its way."""
+
+    def __init__(
+        self,
+        request: GenerationRequest | ScoreRequest,
+        sent_id: str,
+        version: Version,
+        future: concurrent.futures.Future[Any],
+    ) -> None:
+        self.request, self.sent_id, self.version, self.future = request, sent_id, version, future
+
+    def answer(self) -> Any:
+        """The server's answer, or the ValueError by which it refused. Raises what `Server.post` raises otherwise."""
+        try:
+            return self.future.result()["choices"][0]
+        except ValueError as error:
+            return error
+
+    def outcome(self, choice: dict[str, Any], record: Record | None, layout: TraceLayout) -> Any:
+        """The result, from the server's answer and the worker's record."""
+        running = Running(self.request, self.sent_id, None)
+        running.token_ids = list(choice["token_ids"] or ())
+        if isinstance(self.request, GenerationRequest) and running.token_ids:
+            running.logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
+        return outcome(running, record, choice["finish_reason"], self.version, layout)
+
+
+def _record(found: Any) -> Record | None:
+    if found is None:
+        return None
+    taken = msgspec.convert(found, TakenRecord)
+    return Record(trace=taken.trace, scores=taken.scores)
+
+
+def server_command(settings: EngineSettings, *, host: str, port: int) -> tuple[list[str], dict[str, str]]:
+    """How a server that `HttpEngine` can use is started: its command, and what its environment must have."""
+    options = {
+        "--model": settings.model,
+        "--host": host,
+        "--port": port,
+        "--dtype": settings.dtype,
+        "--max-model-len": settings.max_model_len,
+        "--max-num-seqs": settings.max_num_seqs,
+        "--max-num-batched-tokens": settings.max_num_batched_tokens,
+        "--block-size": settings.block_size,
+        "--tensor-parallel-size": settings.tensor_parallel,
+        "--seed": settings.seed,
+        "--logprobs-mode": "processed_logprobs",
+        "--generation-config": "vllm",
+        "--worker-extension-cls": "adapters.vllm_engine.http_worker.HttpWorker",
+    }
+    if settings.kv_cache_bytes is not None:
+        options["--kv-cache-memory-bytes"] = settings.kv_cache_bytes
+    if settings.num_kv_blocks is not None:
+        options["--num-gpu-blocks-override"] = settings.num_kv_blocks
+    flags = ["--enforce-eager", "--no-async-scheduling", "--tokens-only", "--disable-log-stats"]
+    flags.append("--enable-prefix-caching" if settings.enable_prefix_caching else "--no-enable-prefix-caching")
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags]
+    for name, value in options.items():
+        command += [name, str(value)]
+    name, _, value = DEVELOPMENT.partition("=")
+    return command, {**CPU_ENVIRONMENT, **CUDA_ENVIRONMENT, **ENVIRONMENT, name: value}

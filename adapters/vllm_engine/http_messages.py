@@ -1,0 +1,85 @@
+"""What `HttpEngine` says to the workers of a vLLM server, as JSON through the server's own `/collective_rpc`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from adapters.contract import Manifest, Version
+
+from .buckets import Bucket
+
+
+class Attach(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The first message of a client. What an earlier client began and did not finish is taken back."""
+
+    execution: str | None
+
+
+class CheckPolicy(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    text: str
+
+
+class Take(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Records of ended requests, each once, by the ids that the client gave them."""
+
+    request_ids: tuple[str, ...]
+
+
+class WeightStep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A method of `LiveWeights`."""
+
+    method: str
+    argument: msgspec.Raw = msgspec.Raw(b"null")
+
+
+Message = Attach | CheckPolicy | Take | WeightStep
+ARGUMENTS: dict[str, Any] = {
+    "stage": Bucket,
+    "prepare": Manifest,
+    "commit": Version,
+    "rollback": Version,
+    "settle": None,
+    "discard": None,
+    "fingerprint": None,
+}
+"""Methods of `LiveWeights` that a client may call, and what they take."""
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """`model_interface.TraceLayout`, for the way."""
+
+    kind: str
+    least: int
+    most: int
+    row_shape: tuple[int, ...]
+    prompt_value: int | None
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker is."""
+
+    layout: Layout
+    tensors: dict[str, tuple[int, ...]]
+    """Name and shape of every physical tensor."""
+    dtype: str
+    max_model_len: int
+    vocab_size: int
+    pid: int
+    version: Version
+    manifest_digest: str | None
+    """Of the version that is served; None for what the server started with."""
+    problems: tuple[str, ...]
+    """What about the server breaks the contract, each with the option that mends it."""
+
+
+class TakenRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """`records.Record`, for the way: the trace is base64 text."""
+
+    trace: bytes
+    scores: tuple[float, ...]
+
+
+def encode(message: Any) -> str:
+    return msgspec.json.encode(message).decode()

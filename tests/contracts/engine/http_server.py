@@ -1,0 +1,68 @@
+"""A vLLM server started the way a user would, and `HttpEngine` on it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from adapters.vllm_engine.http_engine import HttpEngine, HttpSettings, server_command
+from adapters.vllm_engine.settings import EngineSettings
+
+
+START_SECONDS = 600.0
+"""A server and its engine core each import everything."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class RunningServer:
+    """Ends with `stop`, and its processes with it."""
+
+    def __init__(self, settings: EngineSettings, port: int) -> None:
+        command, environment = server_command(settings, host="127.0.0.1", port=port)
+        self.url = f"http://127.0.0.1:{port}"
+        with open(settings.log_path, "ab") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, env={**os.environ, **environment}, start_new_session=True
+            )
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, number)
+        try:
+            self.process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(timeout=30)
+
+
+class ServedEngine(HttpEngine):
+    """An HttpEngine whose server ends with it."""
+
+    def __init__(self, settings: EngineSettings, **overrides: Any) -> None:
+        self.port = free_port()
+        self.engine_settings = settings
+        self.server = RunningServer(settings, self.port)
+        directory = Path(settings.log_path).parent / "weights"
+        directory.mkdir(exist_ok=True)
+        values: dict[str, Any] = {"start_seconds": START_SECONDS, "deadline_seconds": 60, **overrides}
+        try:
+            super().__init__(HttpSettings(url=self.server.url, directory=directory, **values))
+        except BaseException:
+            self.server.stop()
+            raise
+
+    def start_server_again(self) -> None:
+        self.server = RunningServer(self.engine_settings, self.port)
+
+    def close(self) -> None:
+        super().close()
+        self.server.stop()
