@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import httpx
@@ -11,6 +12,7 @@ from adapters.contract import EngineDead, EngineError, EngineTimeout
 
 from .http_messages import WeightStep, encode
 
+logging.getLogger("httpx").setLevel(logging.WARNING)  # it reports every request
 DEVELOPMENT = "VLLM_SERVER_DEV_MODE=1"
 
 

@@ -34,7 +34,7 @@ from adapters.contract import (
 
 from . import leftovers
 from .http_client import DEVELOPMENT, Server
-from .http_messages import Attach, CheckPolicy, Facts, Take, TakenRecord
+from .http_messages import Attach, CheckPolicy, Facts, GetCounters, Take, TakenRecord
 from .model_interface import TraceLayout
 from .offers import Clock, InFlight, Offer, PublishingEngine
 from .outcomes import Running, outcome
@@ -144,8 +144,7 @@ class HttpEngine(PublishingEngine):
                     request_id=request.request_id, logprobs=(), version=version, error=message
                 )
                 continue
-            salt = f"score/{request.request_id}"
-            self._send(request, request.token_ids[:-1], parameters, cache_salt=salt)
+            self._send(request, request.token_ids[:-1], parameters, own_cache=True)
         waiting = {r.request_id for r in requests} & self._running.keys()
         done |= {result.request_id: result for result in self._collect(waiting)}
         return [done[r.request_id] for r in requests]
@@ -168,6 +167,10 @@ class HttpEngine(PublishingEngine):
             pid=self.pid,
             reason=publication.blocked,
         )
+
+    def counters(self) -> dict[str, int]:
+        """Layer executions, tokens in them and records held, of the first worker since its start."""
+        return self._server.ask_workers(GetCounters())[0]
 
     def restart(self) -> None:
         """Waits for the server, which others start again, and makes it serve the version that was committed last."""
@@ -258,12 +261,12 @@ class HttpEngine(PublishingEngine):
         request: GenerationRequest | ScoreRequest,
         tokens: Sequence[int],
         parameters: Parameters,
-        cache_salt: str | None = None,
+        own_cache: bool = False,
     ) -> None:
         sent_id = f"{self._name}-{next(self._numbers)}"
         body = {"request_id": sent_id, "token_ids": list(tokens), "sampling_params": parameters}
-        if cache_salt is not None:
-            body["cache_salt"] = f"{self._name}/{cache_salt}"
+        if own_cache:
+            body["cache_salt"] = sent_id
         future = self._pool.submit(self._server.post, "/inference/v1/generate", body)
         version = self._attached().version
         self._running[request.request_id] = Sent(request, sent_id, version, future)
@@ -313,7 +316,7 @@ class HttpEngine(PublishingEngine):
         """Ends what nobody reads any more."""
         if self._running:
             self._end("abort")
-            self._forget_running()
+            self._finish(list(self._running.values()))  # with what the workers remember of it
 
     def _forget_running(self) -> None:
         for sent in self._running.values():

@@ -27,6 +27,10 @@ class Take(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     request_ids: tuple[str, ...]
 
 
+class GetCounters(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    pass
+
+
 class WeightStep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A method of `LiveWeights`."""
 
@@ -34,7 +38,7 @@ class WeightStep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     argument: msgspec.Raw = msgspec.Raw(b"null")
 
 
-Message = Attach | CheckPolicy | Take | WeightStep
+Message = Attach | CheckPolicy | Take | GetCounters | WeightStep
 ARGUMENTS: dict[str, Any] = {
     "stage": Bucket,
     "prepare": Manifest,

@@ -20,6 +20,7 @@ from .http_messages import (
     Attach,
     CheckPolicy,
     Facts,
+    GetCounters,
     Layout,
     Message,
     Take,
@@ -49,6 +50,8 @@ class HttpWorker(TetherWorker):
             return self.tether_check_policy(message.text)
         if isinstance(message, Take):
             return [self._tether_taken(request_id) for request_id in message.request_ids]
+        if isinstance(message, GetCounters):
+            return self.tether_counters()
         return self._tether_weight_step(message)
 
     def _tether_attach(self, message: Attach) -> Facts:

@@ -6,12 +6,10 @@ import os
 import signal
 import socket
 import subprocess
-from pathlib import Path
 from typing import Any
 
 from adapters.vllm_engine.http_engine import HttpEngine, HttpSettings, server_command
 from adapters.vllm_engine.settings import EngineSettings
-
 
 START_SECONDS = 600.0
 """A server and its engine core each import everything."""
@@ -48,14 +46,13 @@ class ServedEngine(HttpEngine):
     """An HttpEngine whose server ends with it."""
 
     def __init__(self, settings: EngineSettings, **overrides: Any) -> None:
+        """`overrides` are fields of HttpSettings."""
         self.port = free_port()
         self.engine_settings = settings
         self.server = RunningServer(settings, self.port)
-        directory = Path(settings.log_path).parent / "weights"
-        directory.mkdir(exist_ok=True)
         values: dict[str, Any] = {"start_seconds": START_SECONDS, "deadline_seconds": 60, **overrides}
         try:
-            super().__init__(HttpSettings(url=self.server.url, directory=directory, **values))
+            super().__init__(HttpSettings(url=self.server.url, **values))
         except BaseException:
             self.server.stop()
             raise
