@@ -1,8 +1,9 @@
-"""The engine that a run's settings ask for: one vLLM process, or several that divide prompts and answers among them."""
+"""The engine that a run's settings ask for: one vLLM process, several, or a server."""
 
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from adapters.contract import derive_seed
@@ -11,10 +12,11 @@ from tether.prepare import Job
 
 if TYPE_CHECKING:
     from adapters.vllm_engine.disaggregated import DisaggregatedEngine
+    from adapters.vllm_engine.http_engine import HttpEngine, HttpSettings
     from adapters.vllm_engine.local import LocalEngine
     from adapters.vllm_engine.settings import EngineSettings
 
-    AnyEngine = LocalEngine | DisaggregatedEngine
+    AnyEngine = LocalEngine | DisaggregatedEngine | HttpEngine
 
 ENGINE_LOG, ENGINE_LOGS = "engine.log", "engine*.log"
 """The engine's log, and those of all workers of a disaggregated one: engine.prefill0.log and so on."""
@@ -30,10 +32,32 @@ def start_engine(job: Job) -> AnyEngine:
 
         return LocalEngine(engine_settings(job))
 
+    if job.settings.engine == "http":
+        from adapters.vllm_engine.http_engine import HttpEngine
+
+        return HttpEngine(http_settings(job))
+
     from adapters.vllm_engine.disaggregated import DisaggregatedEngine
 
     prefill, decode = worker_settings(job)
     return DisaggregatedEngine(prefill=prefill, decode=decode, transports_wanted=job.settings.transports)
+
+
+def http_settings(job: Job) -> HttpSettings:
+    """How the server of a run is used. Raises ValueError if the directory for weights is not there."""
+    from adapters.vllm_engine.http_engine import HttpSettings
+
+    s = job.settings
+    directory = Path(s.engine_directory).resolve() if s.engine_directory else None
+    if directory is not None and not directory.is_dir():
+        raise ValueError(f"engine_directory: got {s.engine_directory!r}, expected a directory that exists")
+    return HttpSettings(
+        url=s.engine_url,
+        directory=directory,
+        max_model_len=job.context_tokens,
+        max_concurrent=s.max_concurrent_samples,
+        deadline_seconds=s.deadline_seconds,
+    )
 
 
 def engine_settings(job: Job) -> EngineSettings:
@@ -52,6 +76,7 @@ def engine_settings(job: Job) -> EngineSettings:
         max_num_seqs=s.max_concurrent_samples,
         kv_cache_bytes=size,
         tensor_parallel=s.rollout_devices,
+        staging=s.staging,  # type: ignore[arg-type]
         seed=derive_seed(s.seed, "engine") % 2**31,
         deadline_seconds=s.deadline_seconds,
     )

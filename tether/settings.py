@@ -45,7 +45,14 @@ class Settings(LearningSettings):
     depth: str = "full"
     """Loops of generated tokens: full, fixed:K, cycle:3,4,2 (by update), {early,delayed}:THRESHOLD:MIN:MAX."""
     engine: str = "local"
-    """Which engine makes the rollouts: local (one vLLM process), or pd (prompts and answers in different ones)."""
+    """Which engine makes the rollouts: local (one vLLM process), pd (prompts and answers in different ones), or http
+    (a vLLM server that somebody else started, see docs/publication.md)."""
+    engine_url: str = ""
+    """Where that server listens, with engine=http, such as http://host:8000."""
+    engine_directory: str = ""
+    """Directory through which weights reach it; empty for shared memory, when it runs on this machine."""
+    staging: str = "host"
+    """Where published weights wait until they are committed: host, or on CUDA shadow or ipc (docs/publication.md)."""
     prefill: int = 1
     """Processes that compute prompts, with engine=pd."""
     decode: int = 1
@@ -158,7 +165,8 @@ class Settings(LearningSettings):
 UNCONTRACTED = frozenset(
     {"train_devices", "tensor_parallel", "expert_parallel", "sequence_parallel", "pipeline_parallel",
      "context_parallel", "distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "rollout_devices",
-     "engine", "prefill", "decode", "transports", "save_every", "keep_rollouts", "keep_last", "keep_every",
+     "engine", "engine_url", "engine_directory", "staging", "prefill", "decode", "transports", "save_every",
+     "keep_rollouts", "keep_last", "keep_every",
      "async_save", "save_format",
      "stop_after_seconds", "diagnose", "eval_data", "eval_every", "eval_samples", "eval_pass_reward", "tensorboard",
      "profile", "prometheus_port", "remote_code",

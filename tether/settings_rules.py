@@ -8,7 +8,8 @@ from typing import Any
 from tether.learning_settings import learning_violations
 
 DTYPES = ("auto", "float32", "bfloat16")
-ENGINES = ("local", "pd")
+ENGINES = ("local", "pd", "http")
+STAGINGS = ("host", "shadow", "ipc")
 SAVE_FORMATS = ("reshardable", "same_layout")
 REMOTE_CODE = ("ours", "keep", "none")
 REPLAYS = ("rollout", "trainer", "none")
@@ -29,6 +30,15 @@ def violations(s: Any) -> list[tuple[str, str]]:
     rules = {
         "dtype": (s.dtype in DTYPES, f"one of {', '.join(DTYPES)}"),
         "engine": (s.engine in ENGINES, f"one of {', '.join(ENGINES)}"),
+        "engine_url": (
+            (s.engine == "http") == s.engine_url.startswith(("http://", "https://")),
+            "the server's address with engine=http, such as http://host:8000, and nothing otherwise",
+        ),
+        "engine_directory": (s.engine == "http" or not s.engine_directory, "nothing unless engine=http"),
+        "staging": (
+            s.staging in (("host",) if s.engine == "http" else STAGINGS),
+            f"one of {', '.join(STAGINGS)}; host with engine=http",
+        ),
         "transports": (bool(s.transports), "auto, or names separated by commas"),
         "weight_decay": (math.isfinite(s.weight_decay) and s.weight_decay >= 0, "a finite number >= 0"),
         "remote_code": (s.remote_code in REMOTE_CODE, f"one of {', '.join(REMOTE_CODE)}"),

@@ -58,6 +58,8 @@ class HttpSettings:
     """Where the server listens, such as http://host:8000."""
     directory: Path | None = None
     """Where weights are written for the server to read; None takes this machine's shared memory."""
+    max_model_len: int = 1
+    """Tokens of the longest sequence that it must take; a server with less is refused."""
     execution: str | None = None
     """Execution policy of requests that name none; None takes the checkpoint's own."""
     max_concurrent: int = 64
@@ -195,9 +197,12 @@ class HttpEngine(PublishingEngine):
             time.sleep(POLL_SECONDS)
         answers = self._server.ask_workers(Attach(execution=self.settings.execution))
         self._facts = facts = msgspec.convert(answers[0], Facts)
-        if facts.problems:
+        problems = list(facts.problems)
+        if facts.max_model_len < self.settings.max_model_len:
+            problems.append(f"--max-model-len {self.settings.max_model_len} (it has {facts.max_model_len})")
+        if problems:
             raise EngineStartFailed(
-                f"{self.settings.url}: the server was started without {', '.join(facts.problems)}; start it as "
+                f"{self.settings.url}: the server was started without {', '.join(problems)}; start it as "
                 "adapters.vllm_engine.http_engine.server_command says"
             )
         self._layout = TraceLayout(**msgspec.structs.asdict(facts.layout))
