@@ -94,29 +94,33 @@ def main(arguments: list[str] | None = None) -> None:
     # A forked run is not the parent of the server and cannot ask for its state.
     forkserver._Client.alive = property(lambda _: True)  # type: ignore[method-assign, assignment]
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # runs leave no zombies
-    _start_server()
+    _require_server()
     print("ready", flush=True)
     for line in sys.stdin:
         order = json.loads(line)
-        assert forkserver._server is not None
-        if (
-            forkserver._server._process.poll() is not None
-        ):  # a run that is killed while its engine starts takes it along
-            _start_server()
+        _require_server()
         if (pid := os.fork()) == 0:
             _run(order)
         print(pid, flush=True)
 
 
-def _start_server() -> None:
-    """The server of all runs' engines, once it has vLLM imported."""
+def _require_server() -> None:
+    """The server of all runs' engines, with vLLM imported and able to fork.
+
+    A run that is killed while its engine starts takes the server along: there is nobody to tell the engine's pid.
+    """
     from adapters.vllm_engine import forkserver
     from adapters.vllm_engine.process import environment
 
     variables = environment(dict(os.environ), cuda=False)
     with open(os.devnull, "wb") as log:
-        forkserver._server = forkserver._Client(log, variables)
-        forkserver.fork("tests.e2e.zygote", [], log=log, environment=variables, seconds=600).wait(60)
+        for _ in range(2):
+            try:
+                forkserver.fork("tests.e2e.zygote", [], log=log, environment=variables, seconds=600).wait(60)
+                return
+            except OSError:
+                forkserver._server = None
+    raise RuntimeError("the server that forks engines cannot be started")
 
 
 def _preload() -> None:
