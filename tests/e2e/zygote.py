@@ -7,6 +7,7 @@ one server. A forked run is the whole driver in a process of its own; only its i
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -93,7 +94,16 @@ def main(arguments: list[str] | None = None) -> None:
     _preload()
     # A forked run is not the parent of the server and cannot ask for its state.
     forkserver._Client.alive = property(lambda _: True)  # type: ignore[method-assign, assignment]
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # runs leave no zombies
+    runs: set[int] = set()
+
+    def reap(*_: object) -> None:
+        """Runs only. Were the signal ignored, the server would ignore it too, and could not wait for engines."""
+        for pid in list(runs):
+            with contextlib.suppress(ChildProcessError):
+                if os.waitpid(pid, os.WNOHANG)[0]:
+                    runs.discard(pid)
+
+    signal.signal(signal.SIGCHLD, reap)
     _require_server()
     print("ready", flush=True)
     for line in sys.stdin:
@@ -101,6 +111,8 @@ def main(arguments: list[str] | None = None) -> None:
         _require_server()
         if (pid := os.fork()) == 0:
             _run(order)
+        runs.add(pid)
+        reap()
         print(pid, flush=True)
 
 
