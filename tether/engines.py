@@ -12,7 +12,8 @@ from tether.prepare import Job
 
 if TYPE_CHECKING:
     from adapters.vllm_engine.disaggregated import DisaggregatedEngine
-    from adapters.vllm_engine.http_engine import HttpEngine, HttpSettings
+    from adapters.vllm_engine.http_engine import HttpEngine
+    from adapters.vllm_engine.http_settings import HttpSettings
     from adapters.vllm_engine.local import LocalEngine
     from adapters.vllm_engine.settings import EngineSettings
 
@@ -45,7 +46,7 @@ def start_engine(job: Job) -> AnyEngine:
 
 def http_settings(job: Job) -> HttpSettings:
     """How the server of a run is used. Raises ValueError if the directory for weights is not there."""
-    from adapters.vllm_engine.http_engine import HttpSettings
+    from adapters.vllm_engine.http_settings import HttpSettings
 
     s = job.settings
     directory = Path(s.engine_directory).resolve() if s.engine_directory else None

@@ -1,21 +1,17 @@
 """HttpEngine: a vLLM server that somebody else started, behind the engine contract.
 
-The server needs our plugin, our worker (`http_worker`) and its development endpoints; `server_command` says how it is
-started. Weights go through a directory that the server sees too. The transaction is run from here (`Publication`); what
-it has committed is remembered by the workers, so that a client which comes later finds it.
+The server needs our plugin, our worker (`http_worker`) and its development endpoints; `http_settings.server_command`
+says how it is started. Weights go through a directory that the server sees too. The transaction is run from here
+(`Publication`); what it has committed is remembered by the workers, so that a client which comes later finds it.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import itertools
-import logging
 import secrets
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -33,41 +29,19 @@ from adapters.contract import (
 )
 
 from . import leftovers
-from .http_client import DEVELOPMENT, Server
-from .http_messages import Attach, CheckPolicy, Facts, GetCounters, Take, TakenRecord
+from .http_client import Server
+from .http_messages import Attach, CheckPolicy, Facts, GetCounters, Take
+from .http_requests import Sent, record_of
+from .http_settings import HttpSettings
 from .model_interface import TraceLayout
 from .offers import Clock, InFlight, Offer, PublishingEngine
-from .outcomes import Running, outcome
-from .process import CPU_ENVIRONMENT, CUDA_ENVIRONMENT, ENVIRONMENT
 from .publication import Publication
-from .records import Record
 from .request_rules import Parameters, RequestRules
-from .settings import EngineSettings
 from .shared_memory import SharedFileStore
 
 POLL_SECONDS = 0.5
 INTERNAL_PREFIX = "generate-tokens-"
 """What vLLM's endpoint puts before the id that it is given."""
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class HttpSettings:
-    url: str
-    """Where the server listens, such as http://host:8000."""
-    directory: Path | None = None
-    """Where weights are written for the server to read; None takes this machine's shared memory."""
-    max_model_len: int = 1
-    """Tokens of the longest sequence that it must take; a server with less is refused."""
-    execution: str | None = None
-    """Execution policy of requests that name none; None takes the checkpoint's own."""
-    max_concurrent: int = 64
-    """Requests sent at the same time."""
-    start_seconds: float = 300.0
-    """Longest wait for the server to be healthy."""
-    deadline_seconds: float = 600.0
-    """Longest wait for any answer of the server."""
 
 
 class HttpEngine(PublishingEngine):
@@ -203,7 +177,7 @@ class HttpEngine(PublishingEngine):
         if problems:
             raise EngineStartFailed(
                 f"{self.settings.url}: the server was started without {', '.join(problems)}; start it as "
-                "adapters.vllm_engine.http_engine.server_command says"
+                "adapters.vllm_engine.http_settings.server_command says"
             )
         self._layout = TraceLayout(**msgspec.structs.asdict(facts.layout))
         self._rules = RequestRules(
@@ -300,7 +274,7 @@ class HttpEngine(PublishingEngine):
             raise
         good = [sent for sent, answer in zip(ended, answers, strict=True) if not isinstance(answer, ValueError)]
         taken = self._server.ask_workers(Take(request_ids=tuple(INTERNAL_PREFIX + s.sent_id for s in good)))[0]
-        records = {sent.sent_id: _record(found) for sent, found in zip(good, taken, strict=True)}
+        records = {sent.sent_id: record_of(found) for sent, found in zip(good, taken, strict=True)}
         return [
             self._refused(sent, answer)
             if isinstance(answer, ValueError)
@@ -345,68 +319,3 @@ class HttpEngine(PublishingEngine):
         return ScoreResult(
             request_id=sent.request.request_id, logprobs=(), version=sent.version, error=f"ValueError: {error}"
         )
-
-
-class Sent:
-    """A request on its way."""
-
-    def __init__(
-        self,
-        request: GenerationRequest | ScoreRequest,
-        sent_id: str,
-        version: Version,
-        future: concurrent.futures.Future[Any],
-    ) -> None:
-        self.request, self.sent_id, self.version, self.future = request, sent_id, version, future
-
-    def answer(self) -> Any:
-        """The server's answer, or the ValueError by which it refused. Raises what `Server.post` raises otherwise."""
-        try:
-            return self.future.result()["choices"][0]
-        except ValueError as error:
-            return error
-
-    def outcome(self, choice: dict[str, Any], record: Record | None, layout: TraceLayout) -> Any:
-        """The result, from the server's answer and the worker's record."""
-        running = Running(self.request, self.sent_id, None)
-        running.token_ids = list(choice["token_ids"] or ())
-        if isinstance(self.request, GenerationRequest) and running.token_ids:
-            running.logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
-        return outcome(running, record, choice["finish_reason"], self.version, layout)
-
-
-def _record(found: Any) -> Record | None:
-    if found is None:
-        return None
-    taken = msgspec.convert(found, TakenRecord)
-    return Record(trace=taken.trace, scores=taken.scores)
-
-
-def server_command(settings: EngineSettings, *, host: str, port: int) -> tuple[list[str], dict[str, str]]:
-    """How a server that `HttpEngine` can use is started: its command, and what its environment must have."""
-    options = {
-        "--model": settings.model,
-        "--host": host,
-        "--port": port,
-        "--dtype": settings.dtype,
-        "--max-model-len": settings.max_model_len,
-        "--max-num-seqs": settings.max_num_seqs,
-        "--max-num-batched-tokens": settings.max_num_batched_tokens,
-        "--block-size": settings.block_size,
-        "--tensor-parallel-size": settings.tensor_parallel,
-        "--seed": settings.seed,
-        "--logprobs-mode": "processed_logprobs",
-        "--generation-config": "vllm",
-        "--worker-extension-cls": "adapters.vllm_engine.http_worker.HttpWorker",
-    }
-    if settings.kv_cache_bytes is not None:
-        options["--kv-cache-memory-bytes"] = settings.kv_cache_bytes
-    if settings.num_kv_blocks is not None:
-        options["--num-gpu-blocks-override"] = settings.num_kv_blocks
-    flags = ["--enforce-eager", "--no-async-scheduling", "--tokens-only", "--disable-log-stats"]
-    flags.append("--enable-prefix-caching" if settings.enable_prefix_caching else "--no-enable-prefix-caching")
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags]
-    for name, value in options.items():
-        command += [name, str(value)]
-    name, _, value = DEVELOPMENT.partition("=")
-    return command, {**CPU_ENVIRONMENT, **CUDA_ENVIRONMENT, **ENVIRONMENT, name: value}

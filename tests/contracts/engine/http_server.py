@@ -8,7 +8,8 @@ import socket
 import subprocess
 from typing import Any
 
-from adapters.vllm_engine.http_engine import HttpEngine, HttpSettings, server_command
+from adapters.vllm_engine.http_engine import HttpEngine
+from adapters.vllm_engine.http_settings import HttpSettings, server_command
 from adapters.vllm_engine.settings import EngineSettings
 
 START_SECONDS = 600.0

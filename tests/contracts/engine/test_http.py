@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from adapters.contract import EngineDead, EngineStartFailed, EngineTimeout, Manifest, PublicationRefused, Version
 from adapters.hf_convert.manifest import manifest_of
-from adapters.vllm_engine import http_engine
 from adapters.vllm_engine.http_engine import HttpEngine
+from adapters.vllm_engine.http_settings import HttpSettings, server_command
 from tests.tiny import write_ouro
 
 from .conftest import drawn, make_requests, next_version, run, settings_for
@@ -103,10 +103,10 @@ def test_a_server_without_what_the_contract_needs_is_refused(
 ) -> None:
     """All of it in one message, with the options that mend it. And nobody at the address is a timeout."""
     settings, port = settings_for(model["A"], tmp_path / "log"), free_port()
-    address = http_engine.HttpSettings(url=f"http://127.0.0.1:{port}", start_seconds=1)
+    address = HttpSettings(url=f"http://127.0.0.1:{port}", start_seconds=1)
     with pytest.raises(EngineTimeout, match="not healthy within"):
         HttpEngine(address)
-    command, environment = http_engine.server_command(settings, host="127.0.0.1", port=port)
+    command, environment = server_command(settings, host="127.0.0.1", port=port)
     without = [word for word in command if word not in ("--enforce-eager", "--no-async-scheduling")]
     without[without.index("processed_logprobs")] = "raw_logprobs"
     monkeypatch.setattr("tests.contracts.engine.http_server.server_command", lambda *_, **__: (without, environment))
