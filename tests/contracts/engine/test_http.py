@@ -107,7 +107,7 @@ def test_a_server_without_what_the_contract_needs_is_refused(
     with pytest.raises(EngineTimeout, match="not healthy within"):
         HttpEngine(address)
     command, environment = server_command(settings, host="127.0.0.1", port=port)
-    without = [word for word in command if word not in ("--enforce-eager", "--no-async-scheduling")]
+    without = [word for word in command if word != "--enforce-eager"]
     without[without.index("processed_logprobs")] = "raw_logprobs"
     monkeypatch.setattr("tests.contracts.engine.http_server.server_command", lambda *_, **__: (without, environment))
     server = RunningServer(settings, port)
@@ -116,5 +116,5 @@ def test_a_server_without_what_the_contract_needs_is_refused(
             HttpEngine(dataclasses.replace(address, start_seconds=600))
     finally:
         server.stop()
-    for option in ("--logprobs-mode processed_logprobs", "--enforce-eager", "--no-async-scheduling"):
+    for option in ("--logprobs-mode processed_logprobs", "--enforce-eager"):
         assert option in str(refused.value)
