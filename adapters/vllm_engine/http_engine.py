@@ -232,7 +232,8 @@ class HttpEngine(PublishingEngine):
             parameters = self._rules.generation(request)
         except ValueError as error:
             return self._failed(request, error)
-        self._send(request, request.prompt_token_ids, parameters)
+        # Blocks of a continued response hold what its tokens ran, not what a prompt's do: they are nobody else's.
+        self._send(request, request.prompt_token_ids, parameters, own_cache=request.trace is not None)
         return None
 
     def _send(
