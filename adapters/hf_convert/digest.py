@@ -21,9 +21,7 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -89,24 +87,13 @@ def _compiled(device_type: str) -> Callable[..., int] | None:
 
 
 def _by_numba() -> Callable[..., int]:
-    """One thread a core: the loop holds no lock, and parts add up."""
     import numpy as np
 
     from adapters.hf_convert.digest_kernel import sum_of_mixed
 
-    cores = len(os.sched_getaffinity(0))
-    pool = ThreadPoolExecutor(cores, thread_name_prefix="digest")
-
     def compiled(bits: torch.Tensor, *, first: int, stride: int) -> int:
-        def of_part(part: tuple[torch.Tensor, int]) -> int:
-            keys = ((part[1] + 1) * GOLDEN, stride * GOLDEN, GOLDEN, MULTIPLIER)
-            return int(sum_of_mixed(part[0].numpy(), *(np.uint64(key % 2**64) for key in keys)))
-
-        by_rows = len(bits) > 1
-        step = -(-bits.shape[0 if by_rows else 1] // cores)
-        pieces = bits.split(step, dim=0 if by_rows else 1)
-        firsts = (first + i * step * (stride if by_rows else 1) for i in range(len(pieces)))
-        return sum(pool.map(of_part, zip(pieces, firsts, strict=True))) % 2**64
+        keys = ((first + 1) * GOLDEN, stride * GOLDEN, GOLDEN, MULTIPLIER)
+        return int(sum_of_mixed(bits.numpy(), *(np.uint64(key % 2**64) for key in keys)))
 
     return compiled
 

@@ -16,8 +16,6 @@ from adapters.contract import TensorSpec
 from adapters.hf_convert.dtypes import dtype_name
 from adapters.hf_convert.manifest import spec_of
 
-from .cores import every_core
-
 BUCKET_BYTES = 256 << 20
 ALIGNMENT = 64
 
@@ -130,9 +128,8 @@ class BucketStore(abc.ABC):
         placements, size = _place(group)
         location, memory = self._take(max(size, 1))
         specs = []
-        with every_core():
-            for place, (name, tensor) in zip(placements, group, strict=True):
-                specs.append(spec_of(name, _copy_without_negative_zeros(tensor, place.view(memory))))
+        for place, (name, tensor) in zip(placements, group, strict=True):
+            specs.append(spec_of(name, _copy_without_negative_zeros(tensor, place.view(memory))))
         self._written(location)
         return Bucket(location=location, placements=tuple(placements)), specs
 

@@ -21,7 +21,6 @@ from adapters.hf_convert.digest import partial_digest, tensor_digest
 from adapters.hf_convert.directory import HFDirectory
 
 from .buckets import Bucket
-from .cores import every_core
 from .experts import prepack
 from .staging import Mapped, Staging
 
@@ -98,21 +97,18 @@ class LiveWeights:
 
     def fingerprint(self) -> Fingerprint:
         """Digest parts of every live tensor; over all workers the parts of a tensor add up to its digest."""
-        with every_core():
-            return {
-                live.name: (
-                    partial_digest(live.part, shape=live.shape, dim=live.dim or 0, offset=live.offset),
-                    tuple(live.part.shape) != live.shape,
-                )
-                for live in self._runner.get_model().live_tensors()
-            }
+        return {
+            live.name: (
+                partial_digest(live.part, shape=live.shape, dim=live.dim or 0, offset=live.offset),
+                tuple(live.part.shape) != live.shape,
+            )
+            for live in self._runner.get_model().live_tensors()
+        }
 
     def _content_problem(self, spec: TensorSpec) -> str | None:
         """What is wrong with the values of a staged tensor, computed on the worker's device."""
         tensor = self._shadow.get(spec.name, self._staged[spec.name]).to(self._runner.device)
-        with every_core():
-            bounds = torch.aminmax(tensor)
-        if not all(math.isfinite(bound) for bound in bounds):  # NaN is both, if there is one
+        if not all(math.isfinite(bound) for bound in torch.aminmax(tensor)):  # NaN is both, if there is one
             return "holds values that are not finite"
         if tensor_digest(tensor) != spec.digest:
             return f"content differs from the manifest's digest {spec.digest}"
@@ -120,7 +116,7 @@ class LiveWeights:
 
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._half_loaded = True
-        with set_current_vllm_config(self._vllm_config), every_core():
+        with set_current_vllm_config(self._vllm_config):
             self._runner.reload_weights(weights_iterator=iter(tensors))
             prepack(self._runner.get_model())
         self._half_loaded = False
