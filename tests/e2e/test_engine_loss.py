@@ -58,7 +58,7 @@ def test_a_run_survives_one_loss_and_stops_whole_at_many(tmp_path: Path) -> None
     done = len(read_lines(out / "metrics.jsonl"))
     assert "Engine" in out.with_suffix(".log").read_text()
     assert find_checkpoint(out).name == f"iter_{done:07d}", "what was trained since the last checkpoint must be saved"
-    assert processes_of(out) == []
+    wait_until(lambda: not processes_of(out), seconds=30, what="the end of the last process")
 
     finish(start(out, "--updates", str(max(done + 1, 4)), "--resume"), out)
     assert done == 3, "the engine was killed too late to compare with four undisturbed updates"
