@@ -274,6 +274,14 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     workers: tuple[WorkerHealth, ...] = ()
 
 
+def distinct_ids(call: str, requests: Sequence[GenerationRequest | ScoreRequest]) -> set[str]:
+    """The ids of a call's requests. Raises ValueError if two share one."""
+    ids = {request.request_id for request in requests}
+    if len(ids) != len(requests):
+        raise ValueError(f"{call}: two requests share an id; results could not be told apart")
+    return ids
+
+
 class Engine(Protocol):
     """What every engine offers. Results may come in any order; every call ends within its deadline."""
 

@@ -52,11 +52,6 @@ class Episode:
         """What the model wrote in its last turn."""
         return self.results[-1].token_ids if self.results else ()
 
-    @property
-    def is_cut_off(self) -> bool:
-        """Whether the last turn ended for want of room."""
-        return bool(self.results) and self.results[-1].finish_reason == "length"
-
     def append(self, token_ids: Sequence[int]) -> None:
         """Puts tokens of the environment behind the response, as many as there is room for."""
         kept = list(token_ids)[: self.room]

@@ -19,6 +19,7 @@ from adapters.contract import (
     ScoreRequest,
     ScoreResult,
     Version,
+    distinct_ids,
 )
 
 from . import leftovers, messages, transports
@@ -96,9 +97,7 @@ class DisaggregatedEngine(PublishingEngine):
 
         `GenerationResult.kv_bytes` says how much of its prompt's keys and values travelled for a request.
         """
-        pending = {r.request_id for r in requests}
-        if len(pending) != len(requests):
-            raise ValueError("generate: two requests share an id; results could not be told apart")
+        pending = distinct_ids("generate", requests)
         self._forget_unread()
         self._joint.resolve()
         router = self._router
@@ -127,8 +126,7 @@ class DisaggregatedEngine(PublishingEngine):
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[ScoreResult]:
         """See `contract.Engine.score`. The decode workers share the requests; no keys and values travel."""
-        if len({r.request_id for r in requests}) != len(requests):
-            raise ValueError("score: two requests share an id")
+        distinct_ids("score", requests)
         self._joint.resolve()
         done: dict[str, ScoreResult] = {}
         while left := [r for r in requests if r.request_id not in done]:

@@ -26,16 +26,18 @@ from adapters.contract import (
     ScoreRequest,
     ScoreResult,
     Version,
+    distinct_ids,
 )
 
 from . import leftovers
 from .http_client import Server
 from .http_messages import Attach, CheckPolicy, Facts, GetCounters, Take
-from .http_requests import Sent, record_of
+from .http_requests import Sent
 from .http_settings import HttpSettings
-from .model_interface import TraceLayout
 from .offers import Clock, InFlight, Offer, PublishingEngine
+from .outcomes import failed
 from .publication import Publication
+from .records import Record
 from .request_rules import Parameters, RequestRules
 from .shared_memory import SharedFileStore
 
@@ -90,13 +92,12 @@ class HttpEngine(PublishingEngine):
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
         """See `contract.Engine.generate`. Sent when iteration starts; what is not consumed is aborted."""
-        if len({r.request_id for r in requests}) != len(requests):
-            raise ValueError("generate: two requests share an id; results could not be told apart")
+        wanted = distinct_ids("generate", requests)
         self._attached().check_serving()
         self._drop_unread()
         yield from [failed for request in requests if (failed := self._send_generation(request)) is not None]
         try:
-            yield from self._collect({r.request_id for r in requests})
+            yield from self._collect(wanted)
         finally:
             self._drop_unread()
 
@@ -106,23 +107,18 @@ class HttpEngine(PublishingEngine):
             self._server.post("/abort_requests", {"request_ids": [INTERNAL_PREFIX + s for s in sent]})
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[ScoreResult]:
-        if len({r.request_id for r in requests}) != len(requests):
-            raise ValueError("score: two requests share an id")
-        version = self._attached().version
-        self._attached().check_serving()
-        done: dict[str, ScoreResult] = {}
+        wanted = distinct_ids("score", requests)
+        publication = self._attached()
+        publication.check_serving()
+        done: dict[str, Any] = {}
         for request in requests:
             try:
                 parameters = self._rules.score(request)
             except ValueError as error:
-                message = f"ValueError: {error}"
-                done[request.request_id] = ScoreResult(
-                    request_id=request.request_id, logprobs=(), version=version, error=message
-                )
-                continue
-            self._send(request, request.token_ids[:-1], parameters, own_cache=True)
-        waiting = {r.request_id for r in requests} & self._running.keys()
-        done |= {result.request_id: result for result in self._collect(waiting)}
+                done[request.request_id] = failed(request, error, publication.version)
+            else:
+                self._send(request, request.token_ids[:-1], parameters, own_cache=True)
+        done |= {result.request_id: result for result in self._collect(wanted)}
         return [done[r.request_id] for r in requests]
 
     def weight_version(self) -> Version:
@@ -179,9 +175,8 @@ class HttpEngine(PublishingEngine):
                 f"{self.settings.url}: the server was started without {', '.join(problems)}; start it as "
                 "adapters.vllm_engine.http_settings.server_command says"
             )
-        self._layout = TraceLayout(**msgspec.structs.asdict(facts.layout))
         self._rules = RequestRules(
-            layout=self._layout,
+            layout=facts.layout,
             max_model_len=facts.max_model_len,
             vocab_size=facts.vocab_size,
             policy_problem=lambda text: self._server.ask_workers(CheckPolicy(text=text))[0],
@@ -226,12 +221,12 @@ class HttpEngine(PublishingEngine):
     def _drop_caches(self) -> None:
         self._server.post("/reset_prefix_cache")
 
-    def _send_generation(self, request: GenerationRequest) -> GenerationResult | None:
+    def _send_generation(self, request: GenerationRequest) -> Any:
         """Sends a request; one that cannot run is its result."""
         try:
             parameters = self._rules.generation(request)
         except ValueError as error:
-            return self._failed(request, error)
+            return failed(request, error, self._attached().version)
         # Blocks of a continued response hold what its tokens ran, not what a prompt's do: they are nobody else's.
         self._send(request, request.prompt_token_ids, parameters, own_cache=request.trace is not None)
         return None
@@ -275,11 +270,11 @@ class HttpEngine(PublishingEngine):
             raise
         good = [sent for sent, answer in zip(ended, answers, strict=True) if not isinstance(answer, ValueError)]
         taken = self._server.ask_workers(Take(request_ids=tuple(INTERNAL_PREFIX + s.sent_id for s in good)))[0]
-        records = {sent.sent_id: record_of(found) for sent, found in zip(good, taken, strict=True)}
+        records = dict(zip([sent.sent_id for sent in good], msgspec.convert(taken, list[Record | None]), strict=True))
         return [
-            self._refused(sent, answer)
+            failed(sent.request, answer, sent.version)
             if isinstance(answer, ValueError)
-            else sent.outcome(answer, records[sent.sent_id], self._layout)
+            else sent.outcome(answer, records[sent.sent_id], self._facts.layout)
             for sent, answer in zip(ended, answers, strict=True)
         ]
 
@@ -302,21 +297,3 @@ class HttpEngine(PublishingEngine):
         for sent in self._running.values():
             sent.future.cancel()
         self._running.clear()
-
-    def _failed(self, request: GenerationRequest, error: Exception) -> GenerationResult:
-        return GenerationResult(
-            request_id=request.request_id,
-            token_ids=(),
-            logprobs=(),
-            seed=request.effective_seed,
-            version=self._attached().version,
-            finish_reason="error",
-            error=f"{type(error).__name__}: {error}",
-        )
-
-    def _refused(self, sent: Sent, error: Exception) -> GenerationResult | ScoreResult:
-        if isinstance(sent.request, GenerationRequest):
-            return self._failed(sent.request, error)
-        return ScoreResult(
-            request_id=sent.request.request_id, logprobs=(), version=sent.version, error=f"ValueError: {error}"
-        )

@@ -9,6 +9,7 @@ import msgspec
 from adapters.contract import Manifest, Version
 
 from .buckets import Bucket
+from .model_interface import TraceLayout
 
 
 class Attach(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -51,20 +52,10 @@ ARGUMENTS: dict[str, Any] = {
 """Methods of `LiveWeights` that a client may call, and what they take."""
 
 
-class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """`model_interface.TraceLayout`, for the way."""
-
-    kind: str
-    least: int
-    most: int
-    row_shape: tuple[int, ...]
-    prompt_value: int | None
-
-
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker is."""
 
-    layout: Layout
+    layout: TraceLayout
     tensors: dict[str, tuple[int, ...]]
     """Name and shape of every physical tensor."""
     dtype: str
@@ -76,13 +67,6 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Of the version that is served; None for what the server started with."""
     problems: tuple[str, ...]
     """What about the server breaks the contract, each with the option that mends it."""
-
-
-class TakenRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """`records.Record`, for the way: the trace is base64 text."""
-
-    trace: bytes
-    scores: tuple[float, ...]
 
 
 def encode(message: Any) -> str:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import concurrent.futures
 from typing import Any
 
-import msgspec
-
 from adapters.contract import GenerationRequest, ScoreRequest, Version
 
-from .http_messages import TakenRecord
 from .model_interface import TraceLayout
 from .outcomes import Running, outcome
 from .records import Record
@@ -41,10 +38,3 @@ class Sent:
         if isinstance(self.request, GenerationRequest) and running.token_ids:
             running.logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
         return outcome(running, record, choice["finish_reason"], self.version, layout)
-
-
-def record_of(found: Any) -> Record | None:
-    if found is None:
-        return None
-    taken = msgspec.convert(found, TakenRecord)
-    return Record(trace=taken.trace, scores=taken.scores)

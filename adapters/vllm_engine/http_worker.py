@@ -21,13 +21,12 @@ from .http_messages import (
     CheckPolicy,
     Facts,
     GetCounters,
-    Layout,
     Message,
     Take,
-    TakenRecord,
     WeightStep,
 )
 from .publication import STARTED
+from .records import Record
 from .worker import TetherWorker
 
 
@@ -66,13 +65,7 @@ class HttpWorker(TetherWorker):
         layout, config = self.model_runner.get_model().trace_layout, self.vllm_config.model_config  # type: ignore[attr-defined]
         version, manifest = self._tether_served
         return Facts(
-            layout=Layout(
-                kind=layout.kind,
-                least=layout.least,
-                most=layout.most,
-                row_shape=layout.row_shape,
-                prompt_value=layout.prompt_value,
-            ),
+            layout=layout,
             tensors={name: tuple(info.shape) for name, info in HFDirectory(Path(config.model)).tensors.items()},
             dtype=str(config.dtype).removeprefix("torch."),
             max_model_len=config.max_model_len,
@@ -94,11 +87,10 @@ class HttpWorker(TetherWorker):
         }
         return [option for option, given in wanted.items() if not given]
 
-    def _tether_taken(self, request_id: str) -> TakenRecord | None:
+    def _tether_taken(self, request_id: str) -> Record | None:
         """The record of a request by the client's id, which vLLM lengthened."""
         internal_id = self.tether_records.find(request_id)
-        record = None if internal_id is None else self.tether_records.take(internal_id)
-        return None if record is None else TakenRecord(trace=record.trace, scores=record.scores)
+        return None if internal_id is None else self.tether_records.take(internal_id)
 
     def _tether_weight_step(self, message: WeightStep) -> Any:
         if message.method not in ARGUMENTS:

@@ -8,7 +8,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 
-from adapters.contract import GenerationRequest, GenerationResult, Health, ScoreRequest, ScoreResult, Version
+from adapters.contract import (
+    GenerationRequest,
+    GenerationResult,
+    Health,
+    ScoreRequest,
+    ScoreResult,
+    Version,
+    distinct_ids,
+)
 
 from . import leftovers, messages
 from .connection import Connection
@@ -57,9 +65,7 @@ class LocalEngine(PublishingEngine):
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
         """See `contract.Engine.generate`. Sent when iteration starts; what is not consumed is aborted."""
-        pending = {r.request_id for r in requests}
-        if len(pending) != len(requests):
-            raise ValueError("generate: two requests share an id; results could not be told apart")
+        pending = distinct_ids("generate", requests)
         self._forget_unread()
         results, self._unread = self._connection.results, pending
         self._connection.call(messages.Generate, requests=tuple(requests))
@@ -85,8 +91,7 @@ class LocalEngine(PublishingEngine):
         self._connection.call(messages.Abort, request_ids=tuple(request_ids))
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[ScoreResult]:
-        if len({r.request_id for r in requests}) != len(requests):
-            raise ValueError("score: two requests share an id")
+        distinct_ids("score", requests)
         return self._connection.call(messages.Score, list[ScoreResult], requests=tuple(requests))
 
     def restart(self) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
-from .step import Step
+if TYPE_CHECKING:  # it needs vLLM, which a client of an engine does not
+    from .step import Step
 
 
 @dataclass(frozen=True, kw_only=True)

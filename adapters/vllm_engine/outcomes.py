@@ -59,6 +59,24 @@ def outcome(running: Running, record: Record | None, reason: str, version: Versi
     )
 
 
+def failed(
+    request: GenerationRequest | ScoreRequest, error: Exception, version: Version
+) -> GenerationResult | ScoreResult:
+    """What a request becomes that could not run."""
+    message = f"{type(error).__name__}: {error}"
+    if isinstance(request, ScoreRequest):
+        return ScoreResult(request_id=request.request_id, logprobs=(), version=version, error=message)
+    return GenerationResult(
+        request_id=request.request_id,
+        token_ids=(),
+        logprobs=(),
+        seed=request.effective_seed,
+        version=version,
+        finish_reason="error",
+        error=message,
+    )
+
+
 def _trace(request: GenerationRequest, num_tokens: int, record: Record | None, layout: TraceLayout) -> Trace | None:
     if not num_tokens:
         return None

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from adapters.contract import (
     EngineBlocked,
@@ -26,7 +26,9 @@ from adapters.contract import (
 from adapters.hf_convert.digest import render_digest
 
 from .buckets import Bucket
-from .weights import Fingerprint
+
+if TYPE_CHECKING:  # it needs vLLM, which a client that runs the transaction does not
+    from .weights import Fingerprint
 
 Rpc = Callable[..., list[Any]]
 STARTED = Version(incarnation=0, update=0)

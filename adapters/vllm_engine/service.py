@@ -11,12 +11,13 @@ from typing import Any
 import msgspec
 import zmq
 
-from adapters.contract import EngineError, GenerationRequest, GenerationResult, Health, ScoreRequest, ScoreResult
+from adapters.contract import EngineError, GenerationResult, Health, ScoreResult
 from adapters.hf_convert.directory import HFDirectory
 
 from . import messages
 from .core import Core, Outcome
 from .heartbeat import Heart
+from .outcomes import failed
 from .publication import Publication
 from .settings import EngineSettings
 from .transfers import StaleHandover, Transfers
@@ -127,18 +128,7 @@ class Service:
             try:
                 self.core.add(request)
             except Exception as error:  # one bad request must not fail the others
-                self._send(messages.Result(result=self._failed(request, error)))
-
-    def _failed(self, request: GenerationRequest, error: Exception) -> GenerationResult:
-        return GenerationResult(
-            request_id=request.request_id,
-            token_ids=(),
-            logprobs=(),
-            seed=request.effective_seed,
-            version=self.publication.version,
-            finish_reason="error",
-            error=f"{type(error).__name__}: {error}",
-        )
+                self._deliver([failed(request, error, self.publication.version)])
 
     @property
     def _transfers(self) -> Transfers:
@@ -163,7 +153,7 @@ class Service:
             except StaleHandover as error:
                 self._send(messages.Lost(request_id=request.request_id, reason=str(error)))
             except Exception as error:
-                self._send(messages.Result(result=self._failed(request, error)))
+                self._deliver([failed(request, error, self.publication.version)])
 
     def _abort(self, call: messages.Abort) -> None:
         self._deliver(self.core.abort(call.request_ids, self.publication.version))
@@ -176,13 +166,9 @@ class Service:
             try:
                 self.core.add_score(request)
             except Exception as error:
-                self._deliver([self._score_failed(request, error)])
+                self._deliver([failed(request, error, self.publication.version)])
         if not call.requests:
             self._send(messages.Reply(call_id=call.call_id, value=[]))
-
-    def _score_failed(self, request: ScoreRequest, error: Exception) -> ScoreResult:
-        message = f"{type(error).__name__}: {error}"
-        return ScoreResult(request_id=request.request_id, logprobs=(), version=self.publication.version, error=message)
 
     def _begin(self, call: messages.Begin) -> bool:
         self.publication.revert(self.core.drop_caches)  # a commit that nobody settled
