@@ -3,15 +3,16 @@
 A test folder's `ranks.py` has the stages: functions of a folder. `launch` runs `python -m MODULE STAGE... --folder DIR`
 in several processes and waits for them; there `run` starts the runtime with each stage's layout, does the stage and
 writes rank 0's findings to DIR/STAGE.pt. A stage that fails ends its process with an error.
+
+The processes meet as torchrun's do: in a store that whoever starts them holds. It has its port before they start, so
+nobody can take the port in between.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import faulthandler
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -26,11 +27,13 @@ REPOSITORY = Path(__file__).parents[1]
 def launch(module: str, stages: list[str], *, folder: Path, world: int, deadline_seconds: float = 240) -> None:
     """Runs a module's stages one after another in `world` processes; AssertionError with the output of a failed one."""
     command = [sys.executable, "-m", module, *stages, "--folder", str(folder)]
-    ports = ",".join(str(port) for port in free_ports(len(stages)))
+    # One each stage, so that no rank can meet another's previous stage.
+    stores = [torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in stages]
     processes = []
     for rank in range(world):
         environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
-        environment |= {"STAGE_PORTS": ports, "STAGE_DEADLINE": str(deadline_seconds)}
+        environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "STAGE_DEADLINE": str(deadline_seconds)}
+        environment |= {"STAGE_PORTS": ",".join(str(store.port) for store in stores)}
         with (folder / f"{stages[0]}.{rank}.log").open("w") as log:
             processes.append(subprocess.Popen(command, env=environment, cwd=REPOSITORY, stdout=log, stderr=log))
     try:
@@ -41,15 +44,6 @@ def launch(module: str, stages: list[str], *, folder: Path, world: int, deadline
     for rank, code in enumerate(codes):
         output = (folder / f"{stages[0]}.{rank}.log").read_text()
         assert code == 0, f"rank {rank} of {stages} ended with {code}:\n{output[-6000:]}"
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on now; one each stage, so that no rank can meet another's previous stage."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 def findings(folder: Path, stage: str) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.recipe import ROOT, assert_equal_runs, finish, processes_of, read_lines, start, wait_until, without_times
+from tests.ports import free_port
 from tests.tiny import write_ouro
 from tether.stored import find_checkpoint
 
@@ -142,10 +142,8 @@ def test_two_machines(two: tuple[Path, Path, Path], tmp_path: Path) -> None:
     """Two launchers, each with one process, meet at a port and do what one launcher with two processes does."""
     model, data, want = two
     out = tmp_path / "run"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    nodes = [("--nodes", "2", "--node-rank", str(i), "--rendezvous", f"127.0.0.1:{port}") for i in range(2)]
+    rendezvous = f"127.0.0.1:{free_port()}"
+    nodes = [("--nodes", "2", "--node-rank", str(i), "--rendezvous", rendezvous) for i in range(2)]
     processes = [launch(model, data, out, "--updates", "3", own=own, name=str(i)) for i, own in enumerate(nodes)]
     for i, process in enumerate(processes):
         ended(process, out, str(i))

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 from typing import Any
 
 from adapters.vllm_engine.http_engine import HttpEngine
 from adapters.vllm_engine.http_settings import HttpSettings, server_command
 from adapters.vllm_engine.settings import EngineSettings
+from tests.ports import free_port
 
 START_SECONDS = 600.0
 """A server and its engine core each import everything."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class RunningServer:

@@ -16,10 +16,11 @@ from adapters.contract import EngineDead, EngineStartFailed, EngineTimeout, Mani
 from adapters.hf_convert.manifest import manifest_of
 from adapters.vllm_engine.http_engine import HttpEngine
 from adapters.vllm_engine.http_settings import HttpSettings, server_command
+from tests.ports import free_port
 from tests.tiny import write_ouro
 
 from .conftest import drawn, make_requests, next_version, run, settings_for
-from .http_server import RunningServer, ServedEngine, free_port
+from .http_server import RunningServer, ServedEngine
 
 pytestmark = pytest.mark.slow
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import socket
 import urllib.request
 from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
 from tether.sinks import Sinks, numbers
 
 LINE = {
@@ -46,9 +46,7 @@ def test_event_files_are_read_by_the_library_and_cut_back_on_resume(tmp_path: Pa
 
 def test_prometheus_answers_with_the_newest(tmp_path: Path) -> None:
     """On this machine only; a taken port is an error at the start."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with Sinks(tensorboard=None, prometheus_port=port, first_update=1) as sinks:
         sinks.write(LINE)
         sinks.write({**LINE, "update": 4, "reward_mean": 0.75})
