@@ -190,6 +190,7 @@ def _check_parallelism(settings: Settings, config: Any, *, is_dry_run: bool) -> 
             devices=s.train_devices,
             tensor=s.tensor_parallel,
             expert=s.expert_parallel,
+            expert_tensor=s.expert_tensor_parallel,
             pipeline=s.pipeline_parallel,
             context=s.context_parallel,
             sequence=s.sequence_parallel,

@@ -71,6 +71,8 @@ class Settings(LearningSettings):
     """Trainer processes that share one copy of the model; divides train_devices."""
     expert_parallel: int = 1
     """Trainer processes that divide the experts of a layer among them; divides train_devices."""
+    expert_tensor_parallel: int = 1
+    """Trainer processes that share each expert, every one with a slice of its width; divides train_devices."""
     sequence_parallel: bool = False
     """Cut activations between projections over tensor-parallel processes too; always so in models with experts."""
     pipeline_parallel: int = 1
@@ -163,8 +165,9 @@ class Settings(LearningSettings):
 
 
 UNCONTRACTED = frozenset(
-    {"train_devices", "tensor_parallel", "expert_parallel", "sequence_parallel", "pipeline_parallel",
-     "context_parallel", "distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "rollout_devices",
+    {"train_devices", "tensor_parallel", "expert_parallel", "expert_tensor_parallel", "sequence_parallel",
+     "pipeline_parallel", "context_parallel", "distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather",
+     "rollout_devices",
      "engine", "engine_url", "engine_directory", "staging", "prefill", "decode", "transports", "save_every",
      "keep_rollouts", "keep_last", "keep_every",
      "async_save", "save_format",

@@ -12,13 +12,14 @@ ENGINES = ("local", "pd", "http")
 STAGINGS = ("host", "shadow", "ipc")
 SAVE_FORMATS = ("reshardable", "same_layout")
 REMOTE_CODE = ("ours", "keep", "none")
+CUTS = ("tensor_parallel", "expert_parallel", "expert_tensor_parallel", "pipeline_parallel", "context_parallel")
 REPLAYS = ("rollout", "trainer", "none")
 
 
 def violations(s: Any) -> list[tuple[str, str]]:
     """(field, what was expected) of every field of a `Settings` outside its range."""
     at_least = {name: 1 for name in ("prompts_per_update", "max_new_tokens", "save_every", "tokens_per_microbatch")}
-    at_least |= dict.fromkeys(("tensor_parallel", "expert_parallel", "pipeline_parallel", "context_parallel"), 1)
+    at_least |= dict.fromkeys(CUTS, 1)
     at_least |= dict.fromkeys(("train_devices", "rollout_devices", "prefill", "decode", "max_concurrent_samples"), 1)
     at_least |= {
         name: 0 for name in ("seed", "lr_warmup_updates", "lr_decay_updates", "keep_last", "keep_every", "eval_every")
@@ -60,4 +61,9 @@ def violations(s: Any) -> list[tuple[str, str]]:
     }
     for name in ("tensor_parallel", "expert_parallel"):
         rules[name] = (s.train_devices % max(1, getattr(s, name)) == 0, f"a divisor of train_devices={s.train_devices}")
+    experts = max(1, s.expert_parallel) * max(1, s.expert_tensor_parallel)
+    rules["expert_tensor_parallel"] = (
+        s.train_devices % experts == 0,
+        f"a divisor of train_devices / expert_parallel, of {s.train_devices} / {s.expert_parallel}",
+    )
     return bad + [(name, want) for name, (holds, want) in rules.items() if not holds] + learning_violations(s)

@@ -95,6 +95,7 @@ def trainer(job: Job) -> Iterator[Trainer]:
         runtime.RuntimeSettings(
             tensor_parallel=s.tensor_parallel,
             expert_parallel=s.expert_parallel,
+            expert_tensor_parallel=s.expert_tensor_parallel,
             seed=derive_seed(s.seed, "trainer") % 2**32,
             # rank 0's own deadlines must end first, so that its error arrives
             deadline_seconds=(MAX_RESTARTS + 2) * s.deadline_seconds,

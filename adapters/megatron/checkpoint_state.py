@@ -74,6 +74,7 @@ def layout() -> dict[str, int]:
     return {
         "tensor_parallel": parallel_state.get_tensor_model_parallel_world_size(),
         "expert_parallel": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel": parallel_state.get_expert_tensor_parallel_world_size(),
         "data_parallel": parallel_state.get_data_parallel_world_size(),
     }
 

@@ -5,7 +5,7 @@ trace the experts are those of the trace, and their probabilities come from the 
 gradient flows; activation recomputation is given the same trace again and so takes the same experts.
 
 Legend: T tokens on this rank, E experts of a layer, K experts of a token, N rows in expert order, H hidden width,
-I width of one expert.
+I this rank's width of one expert.
 """
 
 from __future__ import annotations
@@ -90,10 +90,11 @@ class Experts(MegatronModule):
         super().__init__(config)
         count = config.num_moe_experts // config.expert_model_parallel_size
         first = count * parallel_state.get_expert_model_parallel_rank()
-        wide, hidden, dtype = config.moe_ffn_hidden_size, config.hidden_size, config.params_dtype
+        wide = config.moe_ffn_hidden_size // config.expert_tensor_parallel_size
+        hidden, dtype = config.hidden_size, config.params_dtype
         self.stacks = {
-            "gate_up": Stack(parts=("gate_proj", "up_proj"), first=first, count=count),
-            "down": Stack(parts=("down_proj",), first=first, count=count),
+            "gate_up": Stack(parts=("gate_proj", "up_proj"), first=first, count=count, dim=0),
+            "down": Stack(parts=("down_proj",), first=first, count=count, dim=1),
         }
         self.gate_up = nn.Parameter(torch.empty(count, 2 * wide, hidden, dtype=dtype))
         self.down = nn.Parameter(torch.empty(count, hidden, wide, dtype=dtype))
@@ -104,7 +105,10 @@ class Experts(MegatronModule):
             weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, 0, 1
 
     def forward(self, x: Tensor, rows_per_expert: Tensor, probabilities: Tensor) -> Tensor:
-        """[N, H] rows in expert order, [experts] their counts, [N] weights -> [N, H]."""
+        """[N, H] rows in expert order, [experts] their counts, [N] weights -> [N, H], this rank's summand of it.
+
+        Expert tensor parallelism leaves the sum over its ranks to the dispatcher.
+        """
         gate, up = grouped_linear(x, self.gate_up, rows_per_expert).chunk(2, -1)
         out = grouped_linear(F.silu(gate) * up, self.down, rows_per_expert)
         return (out * probabilities[:, None]).to(x.dtype)

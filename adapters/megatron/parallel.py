@@ -34,6 +34,7 @@ def current_parallelism(*, sequence: bool) -> Parallelism:
         devices=torch.distributed.get_world_size(),
         tensor=parallel_state.get_tensor_model_parallel_world_size(),
         expert=parallel_state.get_expert_model_parallel_world_size(),
+        expert_tensor=parallel_state.get_expert_tensor_parallel_world_size(),
         sequence=sequence,
     )
 
@@ -48,14 +49,12 @@ def transformer_config(*, dtype: torch.dtype, sequence_parallel: bool = False, *
     """A TransformerConfig for this process's parallel groups, without dropout and without fused kernels.
 
     Weights are left uninitialised: `RootModule.finish` fills them with NaN, and they come from a checkpoint. The loss
-    is summed and divided by the global token count once (calculate_per_token_loss). Experts are never cut by tensor
-    parallelism, only divided among ranks.
-
+    is summed and divided by the global token count once (calculate_per_token_loss).
     """
     return TransformerConfig(
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=parallel_state.get_expert_tensor_parallel_world_size(),
         sequence_parallel=sequence_parallel,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,

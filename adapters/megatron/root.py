@@ -20,7 +20,7 @@ from torch import Tensor
 
 from adapters.megatron.logprobs import selected_logprobs
 from adapters.megatron.runtime import device, raise_together
-from adapters.megatron.stacked import Stack
+from adapters.megatron.stacked import Cut, Stack, gather_whole
 from adapters.physical import PhysicalTensor
 
 if TYPE_CHECKING:
@@ -64,10 +64,9 @@ class RootModule(MegatronModule):
         if not any(parameter.is_meta for parameter in self.parameters()):  # shapes alone, to look at a model too large
             self.to(device())
         self._find_stacks()
-        size = parallel_state.get_tensor_model_parallel_world_size()
         have = {name: tuple(part.shape) for name, part in self.local_parts()}
-        elsewhere = {name for each in self._stacks for name in self._names_elsewhere(each)}
-        want = {name: local_shape(tensor, size) for name, tensor in table.items() if name not in elsewhere}
+        elsewhere = self._owner.keys() - have.keys()  # other expert-parallel ranks hold them
+        want = {name: self._cut(name).shape(tensor.shape) for name, tensor in table.items() if name not in elsewhere}
         if wrong := sorted(n for n in want.keys() | have.keys() if want.get(n) != have.get(n)):
             lines = [f"{n}: parameter {have.get(n)}, table {want.get(n)}" for n in wrong[:10]]
             raise RuntimeError(f"{len(wrong)} parameter(s) differ from the physical table: " + "; ".join(lines))
@@ -93,12 +92,11 @@ class RootModule(MegatronModule):
             ValueError: names or shapes differ from the model's, or a value is not finite; names every offender.
         """
         directory.check({name: tensor.shape for name, tensor in self.physical.items()})
-        rank = parallel_state.get_tensor_model_parallel_rank()
-        size = parallel_state.get_tensor_model_parallel_world_size()
         broken = []
         for name, own in self.local_parts():
-            dim = self.physical[name].partition_dim
-            part = directory.read(name) if dim is None else directory.read_shard(name, dim=dim, rank=rank, size=size)
+            cut = self._cut(name)
+            shard = {"dim": cut.dim, "rank": cut.rank, "size": cut.size}
+            part = directory.read(name) if cut.dim is None else directory.read_shard(name, **shard)
             if not torch.isfinite(part).all():
                 broken.append(name)
             yield name, own, part
@@ -111,16 +109,16 @@ class RootModule(MegatronModule):
         Every rank must iterate to the end: the gathers are collective. A layer's experts are gathered as one stack.
         """
         parameters = dict(self.named_parameters())
-        owner = {name: each for each in self._stacks for name in each.stack.names(each.prefix, 0, self._experts(each))}
+        group = parallel_state.get_tensor_model_parallel_group()
         gathered: dict[str, Tensor] = {}
         for name, tensor in self.physical.items():
-            if name in owner:
+            if name in self._owner:
                 if name not in gathered:
-                    each = owner[name]
+                    each = self._owner[name]
                     gathered |= each.stack.gather(each.prefix, each.parameter.detach())
                 yield name, gathered.pop(name)
             else:
-                yield name, gather_whole(parameters[name].detach(), tensor.partition_dim).to("cpu", copy=True)
+                yield name, gather_whole(parameters[name].detach(), tensor.partition_dim, group).to("cpu", copy=True)
 
     def read_out(
         self,
@@ -184,28 +182,14 @@ class RootModule(MegatronModule):
             for owner, module in self.named_modules()
             for leaf, stack in getattr(module, "stacks", {}).items()
         ]
+        size = parallel_state.get_expert_model_parallel_world_size()
+        self._owner = {
+            name: each for each in self._stacks for name in each.stack.names(each.prefix, 0, each.stack.count * size)
+        }
 
-    @staticmethod
-    def _experts(each: StackedParameter) -> int:
-        return each.stack.count * parallel_state.get_expert_model_parallel_world_size()
-
-    def _names_elsewhere(self, each: StackedParameter) -> set[str]:
-        """Names that other expert-parallel ranks hold."""
-        every = set(each.stack.names(each.prefix, 0, self._experts(each)))
-        return every - set(each.stack.names(each.prefix, each.stack.first, each.stack.count))
-
-
-def local_shape(tensor: PhysicalTensor, size: int) -> tuple[int, ...]:
-    """The shape of one rank's part when `size` ranks share the tensor."""
-    return tuple(n // size if dim == tensor.partition_dim else n for dim, n in enumerate(tensor.shape))
-
-
-def gather_whole(part: Tensor, partition_dim: int | None) -> Tensor:
-    """A tensor cut over the tensor-parallel ranks, whole on each. Every one of them must call it, in the same order."""
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    if size == 1 or partition_dim is None:
-        return part
-    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(size)]
-    group = parallel_state.get_tensor_model_parallel_group()
-    torch.distributed.all_gather(parts, part.contiguous(), group=group)
-    return torch.cat(parts, partition_dim)
+    def _cut(self, name: str) -> Cut:
+        """This rank's part of a physical tensor."""
+        if name in self._owner:
+            return self._owner[name].stack.cut
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        return Cut(self.physical[name].partition_dim, rank, parallel_state.get_tensor_model_parallel_world_size())

@@ -25,7 +25,9 @@ class RuntimeSettings:
     tensor_parallel: int = 1
     """Ranks that share one copy of the model, each with a slice of every projection."""
     expert_parallel: int = 1
-    """Ranks that share the experts of a layer among them, each with some experts, whole."""
+    """Ranks that share the experts of a layer among them, each with some experts."""
+    expert_tensor_parallel: int = 1
+    """Ranks that share each of those experts, every one with a slice of its width."""
     seed: int = 0
     """Seeds Python, NumPy, torch and Megatron's tracker."""
     deadline_seconds: float = 600.0
@@ -35,6 +37,7 @@ class RuntimeSettings:
         rules = {
             "tensor_parallel": (self.tensor_parallel >= 1, "an integer >= 1"),
             "expert_parallel": (self.expert_parallel >= 1, "an integer >= 1"),
+            "expert_tensor_parallel": (self.expert_tensor_parallel >= 1, "an integer >= 1"),
             "seed": (0 <= self.seed < 1 << 32, "in [0, 2**32)"),
             "deadline_seconds": (math.isfinite(self.deadline_seconds) and self.deadline_seconds > 0, "> 0"),
         }
@@ -64,10 +67,11 @@ def initialize(settings: RuntimeSettings) -> None:
     cpu_runtime.define_missing_te_names()
     world = int(os.environ.get("WORLD_SIZE", 1))
     # Experts are divided among ranks of any kind: those of one tensor-parallel group too.
-    if world % settings.tensor_parallel or world % settings.expert_parallel:
+    expert_ranks = settings.expert_parallel * settings.expert_tensor_parallel
+    if world % settings.tensor_parallel or world % expert_ranks:
         raise ValueError(
             f"got {world} rank(s), expected a multiple of tensor_parallel = {settings.tensor_parallel} and of "
-            f"expert_parallel = {settings.expert_parallel}"
+            f"expert_parallel * expert_tensor_parallel = {expert_ranks}"
         )
     deadline = timedelta(seconds=settings.deadline_seconds)
     _join(on_cpu=on_cpu, world=world, deadline=deadline)
@@ -143,7 +147,7 @@ def _divide(settings: RuntimeSettings) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=settings.tensor_parallel,
         expert_model_parallel_size=settings.expert_parallel,
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=settings.expert_tensor_parallel,
         distributed_timeout_minutes=settings.deadline_seconds / 60,
     )
 

@@ -1,21 +1,45 @@
 """Parameters that hold many tensors of the checkpoint, one behind the other: experts, stacked for a grouped product.
 
 The stack is how a rank computes; everywhere else (Megatron checkpoints, Hugging Face directories, publications) each
-tensor goes by its own name. Expert parallelism divides a stack along its first dimension.
+tensor goes by its own name. Expert parallelism divides a stack along its first dimension, expert tensor parallelism
+cuts every tensor in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor, nn
 
 _PLACE = "@"  # stands for "{expert}.{part}" in a checkpoint key until the experts are taken apart
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A rank's part of a tensor: the `rank`-th of `size` equal ones along `dim`; all of it if that is None."""
+
+    dim: int | None
+    rank: int
+    size: int
+
+    def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
+        """The part's shape, of a whole tensor's."""
+        return tuple(n // self.size if dim == self.dim else n for dim, n in enumerate(whole))
+
+
+def gather_whole(part: Tensor, dim: int | None, group: dist.ProcessGroup) -> Tensor:
+    """A tensor cut over the ranks of a group, whole on each. Every one of them must call it, in the same order."""
+    if dim is None or group.size() == 1:
+        return part
+    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(parts, part.contiguous(), group=group)
+    return torch.cat(parts, dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +55,14 @@ class Stack:
     """Number of this rank's first expert."""
     count: int
     """Experts on this rank."""
+    dim: int
+    """The dimension of each tensor that expert tensor parallelism cuts."""
+
+    @property
+    def cut(self) -> Cut:
+        """This rank's part of each of its experts' tensors."""
+        rank = parallel_state.get_expert_tensor_parallel_rank()
+        return Cut(self.dim, rank, parallel_state.get_expert_tensor_parallel_world_size())
 
     def names(self, prefix: str, first: int, count: int) -> Iterator[str]:
         """Names of `count` experts' tensors from expert `first` on, in the order of `slices`."""
@@ -47,11 +79,11 @@ class Stack:
         return dict(zip(self.names(prefix, self.first, self.count), self.slices(stack), strict=True))
 
     def gather(self, prefix: str, stack: Tensor) -> dict[str, Tensor]:
-        """Every expert's tensors by name, on the CPU, in one collective that every expert-parallel rank must join."""
-        group = parallel_state.get_expert_model_parallel_group()
-        parts = [torch.empty_like(stack) for _ in range(group.size())]
-        torch.distributed.all_gather(parts, stack.contiguous(), group=group)
-        whole = torch.cat(parts).cpu()
+        """Every expert's tensors by name, on the CPU. Collective: every rank that has a part of an expert must join."""
+        each = stack.unflatten(1, (len(self.parts), -1))
+        each = gather_whole(each, 2 + self.dim, parallel_state.get_expert_tensor_parallel_group())
+        each = gather_whole(each, 0, parallel_state.get_expert_model_parallel_group())
+        whole = each.flatten(1, 2).to("cpu", copy=True)
         return dict(zip(self.names(prefix, 0, len(whole)), self.slices(whole), strict=True))
 
     def sharded(self, prefix: str, parameter: nn.Parameter) -> ShardedTensorFactory:
@@ -62,8 +94,9 @@ class Stack:
                 raise RuntimeError(f"{key}: a flattened part of stacked experts cannot be named; use fully_reshardable")
             names = self.names("", self.first, self.count)
             keys = [key.replace(f"{_PLACE}.weight", name) for name in names]
+            offset = (cut.dim, cut.rank, cut.size)
             return {
-                key: ShardedTensor.from_rank_offsets(key, part, replica_id=replica_id)
+                key: ShardedTensor.from_rank_offsets(key, part, offset, replica_id=replica_id)
                 for key, part in zip(keys, self.slices(stack), strict=True)
             }
 
@@ -73,6 +106,7 @@ class Stack:
             each = len(self.parts)
             return torch.stack([torch.cat(parts[i : i + each]) for i in range(0, len(parts), each)])
 
-        # Replicas of an expert are the ranks that hold the same experts, whatever their place in tensor parallelism.
+        cut = self.cut
+        # Replicas of an expert are the ranks that hold the same part of it, wherever the rest of the model is cut.
         replica = (0, 0, parallel_state.get_expert_data_parallel_rank())
         return ShardedTensorFactory(f"{prefix}{_PLACE}.weight", parameter, build, merge, replica)

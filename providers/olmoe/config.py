@@ -69,13 +69,14 @@ class OlmoeConfig:
         return self.top_k * self.intermediate_size
 
     def parallel_problems(self, asked: Parallelism) -> list[str]:
-        """Why this model cannot be trained so; empty if it can. Experts are divided, never cut."""
+        """Why this model cannot be trained so; empty if it can."""
         cut = ("num_heads", "num_kv_heads", "vocab_size")
         return parallelism.problems(
             asked,
             refused=REFUSED,
             cut_by_tensor={name: getattr(self, name) for name in cut},
             cut_by_expert={"num_experts": self.num_experts},
+            cut_by_expert_tensor={"intermediate_size": self.intermediate_size},
         )
 
     def __post_init__(self) -> None:

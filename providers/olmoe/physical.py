@@ -36,7 +36,7 @@ def _layer(config: OlmoeConfig) -> dict[str, PhysicalTensor]:
     }
     for expert in range(config.num_experts):
         prefix = f"mlp.experts.{expert}"
-        # Tensor parallelism leaves experts whole: expert parallelism divides them by number.
+        # Tensor parallelism leaves experts whole: expert parallelism divides them, expert tensor parallelism cuts them.
         parts[f"{prefix}.gate_proj"] = PhysicalTensor(shape=(wide, hidden))
         parts[f"{prefix}.up_proj"] = PhysicalTensor(shape=(wide, hidden))
         parts[f"{prefix}.down_proj"] = PhysicalTensor(shape=(hidden, wide))

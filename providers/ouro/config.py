@@ -18,6 +18,7 @@ from providers.ouro.policy import DepthPolicy
 MODEL_TYPE = "ouro"
 REFUSED = {
     "expert": "an Ouro has no experts to divide",
+    "expert tensor": "an Ouro has no experts to cut",
     "pipeline": parallelism.PIPELINE,
     "context": parallelism.CONTEXT,
 }
@@ -77,7 +78,11 @@ class OuroConfig:
         """Why this model cannot be trained so; empty if it can."""
         cut = ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size")
         return parallelism.problems(
-            asked, refused=REFUSED, cut_by_tensor={name: getattr(self, name) for name in cut}, cut_by_expert={}
+            asked,
+            refused=REFUSED,
+            cut_by_tensor={name: getattr(self, name) for name in cut},
+            cut_by_expert={},
+            cut_by_expert_tensor={},
         )
 
     @property

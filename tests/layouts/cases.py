@@ -27,6 +27,7 @@ class Layout:
     world: int = 1
     tensor: int = 1
     expert: int = 1
+    expert_tensor: int = 1
     sequence: bool | None = None
     """Sequence parallelism; None leaves it to the model."""
     overlap: bool = False
@@ -34,7 +35,11 @@ class Layout:
 
     @property
     def runtime(self) -> dict[str, int]:
-        return {"tensor_parallel": self.tensor, "expert_parallel": self.expert}
+        return {
+            "tensor_parallel": self.tensor,
+            "expert_parallel": self.expert,
+            "expert_tensor_parallel": self.expert_tensor,
+        }
 
 
 LAYOUTS: dict[str, dict[str, Layout]] = {
@@ -54,9 +59,13 @@ LAYOUTS: dict[str, dict[str, Layout]] = {
         "ep2": Layout(world=2, expert=2),
         "ep2_overlap": Layout(world=2, expert=2, overlap=True),
         "ep2_tp2": Layout(world=2, tensor=2, expert=2),
+        "etp2": Layout(world=2, expert_tensor=2),
+        "tp2_etp2": Layout(world=2, tensor=2, expert_tensor=2),
         "dp2_tp2": Layout(world=4, tensor=2),
         "dp2_ep2": Layout(world=4, expert=2),
         "dp2_ep2_tp2": Layout(world=4, tensor=2, expert=2),
+        "ep2_etp2_overlap": Layout(world=4, expert=2, expert_tensor=2, overlap=True),
+        "tp2_ep2_etp2": Layout(world=4, tensor=2, expert=2, expert_tensor=2),
         "dp2_ep2_tp2_overlap": Layout(world=4, tensor=2, expert=2, overlap=True),
     },
 }
@@ -64,7 +73,7 @@ LAYOUTS: dict[str, dict[str, Layout]] = {
 
 CROSSING = {
     "ouro": ("one", "dp2", "tp2", "dp2_tp2"),
-    "olmoe": ("one", "dp2", "tp2", "dp2_tp2", "ep2", "ep2_tp2", "dp2_ep2_tp2"),
+    "olmoe": ("one", "dp2", "tp2", "dp2_tp2", "ep2", "ep2_tp2", "dp2_ep2_tp2", "tp2_etp2", "tp2_ep2_etp2"),
 }
 """Layouts whose checkpoints are loaded at each other: those that divide the stored tensors differently."""
 

@@ -81,19 +81,24 @@ STAGES: dict[str, Callable[[Path], Any]] = {
     "experts_allgather": lambda folder: measure(folder, "experts_allgather", dispatcher="allgather", recompute=True),
     "tensor": lambda folder: measure(folder, "tensor"),
     "tensor_experts": lambda folder: measure(folder, "tensor_experts"),
+    "cut_experts": lambda folder: measure(folder, "cut_experts"),
     "experts_data": lambda folder: measure(folder, "experts_data"),
     "tensor_experts_data": lambda folder: measure(folder, "tensor_experts_data", dispatcher="allgather"),
+    "cut_divided_experts": lambda folder: measure(folder, "cut_divided_experts", dispatcher="allgather"),
     "experts_from_alone": lambda folder: again(folder, "alone"),
     "alone_from_experts": lambda folder: again(folder, "experts_alltoall"),
     "alone_from_tensor_experts": lambda folder: again(folder, "tensor_experts"),
+    "alone_from_cut_experts": lambda folder: again(folder, "cut_experts"),
 }
 LAYOUTS = {
     "experts_alltoall": {"expert_parallel": 2},
     "experts_allgather": {"expert_parallel": 2},
     "tensor": {"tensor_parallel": 2},
     "tensor_experts": {"tensor_parallel": 2, "expert_parallel": 2},
+    "cut_experts": {"tensor_parallel": 2, "expert_tensor_parallel": 2},
     "experts_data": {"expert_parallel": 2},
     "tensor_experts_data": {"tensor_parallel": 2, "expert_parallel": 2},
+    "cut_divided_experts": {"expert_parallel": 2, "expert_tensor_parallel": 2},
     "experts_from_alone": {"expert_parallel": 2},
 }
 

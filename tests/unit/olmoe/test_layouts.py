@@ -13,11 +13,11 @@ from tests.ranks import findings
 from tests.unit.olmoe import reference
 from tests.unit.olmoe.ranks import LENGTHS, launch, sequences
 
-TWO = ("data", "experts_alltoall", "experts_allgather", "tensor", "tensor_experts")
+TWO = ("data", "experts_alltoall", "experts_allgather", "tensor", "tensor_experts", "cut_experts")
 ONE = ("alone", "alone_recompute")
 LAYOUTS = (*ONE, *TWO)
-FOUR = ("experts_data", "tensor_experts_data")
-"""EP 2 and TP 2 x EP 2, each on twice as many ranks as that takes: experts have data-parallel copies."""
+FOUR = ("experts_data", "tensor_experts_data", "cut_divided_experts")
+"""EP 2 and TP 2 x EP 2 on twice as many ranks as that takes, where experts have copies; and EP 2 x ETP 2."""
 BETA1 = 0.9
 
 
@@ -65,7 +65,7 @@ def case(tiny_olmoe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     torch.save(samples, folder / "samples.pt")
     launch(["alone", "alone_recompute", "alone_on"], folder=folder, world=1)
     launch([*TWO, "experts_from_alone"], folder=folder, world=2)
-    launch(["alone_from_experts", "alone_from_tensor_experts"], folder=folder, world=1)
+    launch(["alone_from_experts", "alone_from_tensor_experts", "alone_from_cut_experts"], folder=folder, world=1)
     pieces = sequences()[0].split(LENGTHS)
     with torch.no_grad():
         logits = {m: torch.cat([reference.run(m, p.tolist())[0] for p in pieces]) for m in (oracle, rough)}
@@ -171,10 +171,11 @@ def test_one_sided_routing_would_be_seen(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("stage", "source"),
     [("experts_from_alone", "alone"), ("alone_from_experts", "experts_alltoall"),
-     ("alone_from_tensor_experts", "tensor_experts"), ("alone_on", "alone")],
+     ("alone_from_tensor_experts", "tensor_experts"), ("alone_from_cut_experts", "cut_experts"), ("alone_on", "alone")],
 )  # fmt: skip
 def test_checkpoints_change_layout(case: dict[str, Any], stage: str, source: str) -> None:
-    """EP 1 -> 2, 2 -> 1 and TP 2 x EP 2 -> 1: parameters and Adam's moments bitwise, and the next update follows."""
+    """EP 1 -> 2, 2 -> 1, TP 2 x EP 2 -> 1, TP 2 x ETP 2 -> 1: parameters and Adam's moments bitwise; the next update
+    follows."""
     found = findings(case["folder"], stage)
     wanted = findings(case["folder"], source)["weights"]
     assert found["loaded"].keys() == wanted.keys() == case["gradients"].keys()
