@@ -126,7 +126,7 @@ def _fields(line: str) -> dict[str, Any]:
         raise ValueError(f"malformed JSON ({error.msg} at column {error.colno})") from error
     if not isinstance(got, dict):
         raise ValueError(f"got a JSON {type(got).__name__}, expected an object")
-    fields = {ALIASES.get(name, name): value for name, value in got.items()}
+    fields = {ALIASES.get(name) or name: value for name, value in got.items()}
     if len(fields) < len(got) or not fields.keys() <= FIELDS:
         raise ValueError(f"got the fields {sorted(got)}, expected each once and only {sorted(FIELDS)}")
     return fields

@@ -257,9 +257,10 @@ def describe(kind: type) -> dict[str, str]:
     inherited = describe(kind.__base__) if dataclasses.is_dataclass(kind.__base__) else {}
     body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body  # type: ignore[attr-defined]
     return inherited | {
-        field.target.id: " ".join(line.value.value.split())
+        field.target.id: " ".join(str(line.value.value).split())
         for field, line in zip(body, body[1:], strict=False)
-        if isinstance(field, ast.AnnAssign) and isinstance(line, ast.Expr)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)
     }
 
 

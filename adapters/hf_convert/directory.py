@@ -76,7 +76,7 @@ class HFDirectory:
             first, end = json.loads(file.read(header_size))[name]["data_offsets"]
             assert end - first == tensor.nbytes, f"{self.path / info.file}: header of {name!r}"
             file.seek(8 + header_size + first)
-            got = file.readinto(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else 0
+            got = file.readinto(tensor.reshape(-1).view(torch.uint8).numpy().data) if tensor.numel() else 0
         if got != tensor.nbytes:
             raise ValueError(f"{self.path / info.file}: ends within {name!r}; it is truncated, copy it again")
         return tensor

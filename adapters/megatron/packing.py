@@ -132,7 +132,8 @@ def plan_microbatches(lengths: Sequence[int], *, max_tokens: int, num_ranks: int
             f"{len(too_long)} sample(s) do not fit tokens_per_microbatch = {max_tokens}: (sample, tokens) "
             f"{too_long[:10]!r}; raise it to at least {max(lengths)}"
         )
-    loads, plan = [0] * num_ranks, [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    plan: list[list[int]] = [[] for _ in range(num_ranks)]
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         rank = loads.index(min(loads))
         loads[rank] += lengths[index]

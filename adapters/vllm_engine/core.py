@@ -188,7 +188,7 @@ _ANY_SHARE = 0.01  # vLLM demands this share of the device's memory to be free e
 def _engine_args(settings: EngineSettings) -> EngineArgs:
     return EngineArgs(
         model=str(settings.model),
-        dtype=settings.dtype,  # type: ignore[arg-type]
+        dtype=settings.dtype,
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,

@@ -57,7 +57,7 @@ def cache_only_prompt_blocks() -> None:
         original(self, request, 0 if scores else min(num_computed_tokens, request.num_prompt_tokens))
 
     setattr(cache_blocks, _MARK, True)
-    KVCacheCoordinator.cache_blocks = cache_blocks  # type: ignore[method-assign]
+    KVCacheCoordinator.cache_blocks = cache_blocks
 
 
 def pack_linears_readably() -> None:
@@ -76,7 +76,7 @@ def pack_linears_readably() -> None:
         return
     expect_parameters(original, ["layer", "remove_weight"])
 
-    def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
+    def dispatch(layer: Any, remove_weight: bool) -> None:
         weight = layer.weight
         if weight.is_meta or weight.ndim != 2 or not can_pack(weight.dtype):
             return original(layer, remove_weight)
@@ -129,7 +129,7 @@ class RewindGenerator(torch.Generator):
     def get_offset(self) -> int:
         return self._OFFSET
 
-    def set_offset(self, offset: int) -> None:
+    def set_offset(self, offset: int) -> None:  # type: ignore[override]  # torch names a return value that it has not
         if offset != 0:
             raise RuntimeError(f"got offset {offset!r}, expected 0: vLLM no longer takes back exactly one draw")
         self.set_state(self._marked)
