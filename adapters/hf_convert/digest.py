@@ -22,13 +22,23 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 
 import torch
+
+from adapters.hf_convert.blocks import Blocks
 
 GOLDEN = 0x9E3779B97F4A7C15
 MULTIPLIER = 0xD6E8FEB86659FD93
 COMPILED_ELEMENTS = 1 << 20
 """From here on the compiled loop is worth what importing numba costs."""
+_EXPONENTS = {
+    torch.float64: 0x7FF << 52,
+    torch.float32: 0xFF << 23,
+    torch.bfloat16: 0xFF << 7,
+    torch.float16: 0x1F << 10,
+}
+"""The bits that are all set in infinities and NaNs."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -37,12 +47,33 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     return render_digest(partial_digest(tensor, shape=tensor.shape))
 
 
+def finite_digest(tensor: torch.Tensor) -> tuple[str, bool]:
+    """`tensor_digest`, and whether every element is finite: on CPU in the same pass."""
+    exponent = _EXPONENTS.get(tensor.dtype)
+    if exponent is not None and (kernel := _kernel_for(tensor)):
+        bits = _bits(tensor).view(1, 1, -1)
+        total, is_finite = kernel.sum_of_mixed(bits, first=1, steps=(0, 0, 1), exponent=exponent)
+        return render_digest(total), is_finite
+    bounds = torch.aminmax(tensor) if tensor.numel() else ()
+    return tensor_digest(tensor), all(math.isfinite(bound) for bound in bounds)  # NaN is both, if there is one
+
+
+def copy_without_negative_zeros(source: torch.Tensor, target: torch.Tensor) -> str:
+    """Writes `source` to `target`, of the same shape and dtype -> the digest of what was written.
+
+    On CPU in one pass.
+    """
+    if source.dtype in _EXPONENTS and target.is_contiguous() and not target.is_cuda and (kernel := _kernel_for(source)):
+        return render_digest(kernel.copy_sum_of_mixed(_bits(source), _bits(target)))
+    return tensor_digest(torch.add(source, 0, out=target))  # -0.0 + 0 is 0.0
+
+
 def render_digest(total: int) -> str:
     """The text of a digest from the sum of its parts, which may be signed and of any size."""
     return f"{total % 2**64:016x}"
 
 
-def partial_digest(part: torch.Tensor, *, shape: Sequence[int], dim: int = 0, offset: int = 0) -> int:
+def partial_digest(part: torch.Tensor | Blocks, *, shape: Sequence[int], dim: int = 0, offset: int = 0) -> int:
     """What one part contributes to the digest of a tensor: an integer in [0, 2**64).
 
     Args:
@@ -56,13 +87,29 @@ def partial_digest(part: torch.Tensor, *, shape: Sequence[int], dim: int = 0, of
         ValueError: the part does not fit into the global tensor there.
     """
     _check_place(tuple(part.shape), tuple(shape), dim, offset)
+    if isinstance(part, Blocks):
+        return _of_blocks(part, shape=shape, first=offset * math.prod(shape[dim + 1 :]))
     if part.numel() == 0:
         return 0
     num_rows, inner = math.prod(part.shape[:dim]), math.prod(part.shape[dim + 1 :])
     stride = shape[dim] * inner if shape else 1
-    bits = part.detach().contiguous().reshape(-1).view(_INTEGERS[part.element_size()]).view(num_rows, -1)
+    bits = _bits(part).view(num_rows, -1)
     compiled = _compiled(bits.device.type) if bits.numel() >= COMPILED_ELEMENTS else None
     return (compiled or _sum_of_mixed)(bits, first=offset * inner, stride=stride)
+
+
+def _of_blocks(part: Blocks, *, shape: Sequence[int], first: int) -> int:
+    """The part's element (0, 0) is element `first` of the global matrix."""
+    memory, columns = part.memory.detach(), shape[1]
+    if (kernel := _kernel()) is None or not memory.is_contiguous() or memory.device.type != "cpu":
+        return _sum_of_mixed(_bits(part.dense()).view(part.shape), first=first, stride=columns)
+    bits = _bits(memory).view(memory.shape)
+    return kernel.sum_of_mixed(bits, first=first + 1, steps=(memory.shape[2] * columns, 1, columns))[0]
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements' bit patterns as signed integers of their width, [n]; a view where memory is contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(_INTEGERS[tensor.element_size()])
 
 
 def _check_place(part: tuple[int, ...], shape: tuple[int, ...], dim: int, offset: int) -> None:
@@ -86,16 +133,25 @@ def _compiled(device_type: str) -> Callable[..., int] | None:
         return None
 
 
-def _by_numba() -> Callable[..., int]:
-    import numpy as np
+def _kernel_for(tensor: torch.Tensor) -> ModuleType | None:
+    """The loops compiled for CPU, if it is there and large enough to be worth importing their compiler."""
+    return _kernel() if tensor.device.type == "cpu" and tensor.numel() >= COMPILED_ELEMENTS else None
 
-    from adapters.hf_convert.digest_kernel import sum_of_mixed
 
-    def compiled(bits: torch.Tensor, *, first: int, stride: int) -> int:
-        keys = ((first + 1) * GOLDEN, stride * GOLDEN, GOLDEN, MULTIPLIER)
-        return int(sum_of_mixed(bits.numpy(), *(np.uint64(key % 2**64) for key in keys)))
+@functools.cache
+def _kernel() -> ModuleType | None:
+    try:
+        from adapters.hf_convert import digest_kernel
 
-    return compiled
+        return digest_kernel
+    except (ImportError, RuntimeError):
+        return None
+
+
+def _by_numba() -> Callable[..., int] | None:
+    if (kernel := _kernel()) is None:
+        return None
+    return lambda bits, *, first, stride: kernel.sum_of_mixed(bits[None], first=first + 1, steps=(0, stride, 1))[0]
 
 
 def _by_triton() -> Callable[..., int]:

@@ -11,10 +11,13 @@ from adapters.hf_convert.digest import tensor_digest
 from adapters.hf_convert.dtypes import dtype_name
 
 
-def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
-    """One whole tensor, described."""
+def spec_of(name: str, tensor: torch.Tensor, *, digest: str | None = None) -> TensorSpec:
+    """One whole tensor, described. `digest` is the tensor's, where it is known already."""
     return TensorSpec(
-        name=name, shape=tuple(tensor.shape), dtype=dtype_name(tensor.dtype), digest=tensor_digest(tensor)
+        name=name,
+        shape=tuple(tensor.shape),
+        dtype=dtype_name(tensor.dtype),
+        digest=tensor_digest(tensor) if digest is None else digest,
     )
 
 

@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from adapters.contract import TensorSpec
+from adapters.hf_convert.digest import copy_without_negative_zeros
 from adapters.hf_convert.dtypes import dtype_name
 from adapters.hf_convert.manifest import spec_of
 
@@ -129,7 +130,7 @@ class BucketStore(abc.ABC):
         location, memory = self._take(max(size, 1))
         specs = []
         for place, (name, tensor) in zip(placements, group, strict=True):
-            specs.append(spec_of(name, _copy_without_negative_zeros(tensor, place.view(memory))))
+            specs.append(_write_tensor(name, tensor, place.view(memory)))
         self._written(location)
         return Bucket(location=location, placements=tuple(placements)), specs
 
@@ -155,10 +156,10 @@ def _place(group: list[tuple[str, torch.Tensor]]) -> tuple[list[Placement], int]
     return placements, offset
 
 
-def _copy_without_negative_zeros(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """-0.0 + 0 is 0.0. Returns the written values, where they are digested fastest: on a device if there is one."""
+def _write_tensor(name: str, source: torch.Tensor, target: torch.Tensor) -> TensorSpec:
+    """Copies it -> what was written, digested where that is fastest: on a device if the tensor is on one."""
     if source.device == target.device:
-        return torch.add(source, 0, out=target)
-    clean = source + 0
+        return spec_of(name, target, digest=copy_without_negative_zeros(source, target))
+    clean = source + 0  # -0.0 + 0 is 0.0
     target.copy_(clean)
-    return clean if clean.is_cuda else target
+    return spec_of(name, clean if clean.is_cuda else target)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
+from adapters.hf_convert.blocks import Blocks
+
 if TYPE_CHECKING:  # it needs vLLM, which a client of an engine does not
     from .step import Step
 
@@ -21,7 +23,7 @@ class LiveTensor:
     """
 
     name: str
-    part: torch.Tensor
+    part: torch.Tensor | Blocks
     shape: tuple[int, ...]
     dim: int | None = None
     offset: int = 0

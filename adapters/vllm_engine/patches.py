@@ -5,13 +5,14 @@ Written against vLLM 0.32. A patch that no longer fits raises at start, naming w
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+
+from .packed import PackedLinear, can_pack
 
 _MARK = "_tether_patch"
 
@@ -64,9 +65,9 @@ def pack_linears_readably() -> None:
     """On CPU, packs linear weights as torch's own oneDNN tensors instead of vLLM's handlers to the same library.
 
     Reason: a handler is a number that nothing can be read from but products, so a fingerprint of what is served would
-    cost a product with the identity per layer. Torch's packed tensor gives back its elements at the speed of memory.
-    Kernels and results are the same, bit for bit (`tests/unit/vllm_engine/test_readback.py`). Where torch cannot pack a
-    dtype on this processor, vLLM's choice stays.
+    cost a product with the identity per layer. The memory of torch's packed tensor can be read and be written again
+    (`packed`). Kernels and results are the same, bit for bit (`tests/unit/vllm_engine/test_readback.py`). Where torch
+    cannot pack a dtype on this processor, vLLM's choice stays.
     """
     from vllm.model_executor.layers import utils
     from vllm.platforms import current_platform
@@ -80,37 +81,16 @@ def pack_linears_readably() -> None:
         weight = layer.weight
         if weight.is_meta or weight.ndim != 2 or not can_pack(weight.dtype):
             return original(layer, remove_weight)
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
-        layer.cpu_linear = PackedLinear(packed)
+        if isinstance(packed := getattr(layer, "cpu_linear", None), PackedLinear):
+            packed.load(weight)
+        else:
+            layer.cpu_linear = PackedLinear(weight)
         if remove_weight:
             empty = torch.empty(0, dtype=weight.dtype, device=weight.device)
             layer.weight = torch.nn.Parameter(empty, requires_grad=False)
 
     setattr(dispatch, _MARK, True)
     utils.dispatch_cpu_unquantized_gemm = dispatch
-
-
-@functools.cache
-def can_pack(dtype: torch.dtype) -> bool:
-    """True if torch's oneDNN packs linear weights of this dtype on this processor."""
-    try:
-        torch.ops.mkldnn._reorder_linear_weight(torch.zeros(1, 1, dtype=dtype))
-    except RuntimeError:
-        return False
-    return True
-
-
-class PackedLinear:
-    """x [..., K] -> x @ weight.T + bias [..., N], with a packed weight [N, K]; what `layer.cpu_linear` is called as."""
-
-    def __init__(self, packed: torch.Tensor) -> None:
-        self.packed = packed
-
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Args:
-        weight: ignored; what vLLM keeps in the packed one's place.
-        """
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
 
 
 class RewindGenerator(torch.Generator):

@@ -7,7 +7,6 @@ live weights. What served before is retained until `settle` says that every work
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
 from adapters.contract import Manifest, TensorSpec, Version
-from adapters.hf_convert.digest import partial_digest, tensor_digest
+from adapters.hf_convert.digest import finite_digest, partial_digest
 from adapters.hf_convert.directory import HFDirectory
 
 from .buckets import Bucket
@@ -108,9 +107,10 @@ class LiveWeights:
     def _content_problem(self, spec: TensorSpec) -> str | None:
         """What is wrong with the values of a staged tensor, computed on the worker's device."""
         tensor = self._shadow.get(spec.name, self._staged[spec.name]).to(self._runner.device)
-        if not all(math.isfinite(bound) for bound in torch.aminmax(tensor)):  # NaN is both, if there is one
+        digest, is_finite = finite_digest(tensor)
+        if not is_finite:
             return "holds values that are not finite"
-        if tensor_digest(tensor) != spec.digest:
+        if digest != spec.digest:
             return f"content differs from the manifest's digest {spec.digest}"
         return None
 

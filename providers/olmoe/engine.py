@@ -132,7 +132,7 @@ class OlmoeForCausalLM(VllmOlmoe):
             return LiveTensor(name=name, part=whole, shape=shape)
         if indices := getattr(module, "shard_indices", None):  # vocabulary: padded, so not size / tp
             first, end = indices.org_vocab_start_index, indices.org_vocab_end_index
-            return LiveTensor(name=name, part=whole[: end - first], shape=shape, dim=0, offset=first)
+            return LiveTensor(name=name, part=whole.narrow(0, 0, end - first), shape=shape, dim=0, offset=first)
         length, start = shape[dim] // tp, 0
         if fused:
             attention = self.get_submodule(stem)

@@ -21,6 +21,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.utils import maybe_prefix
 
+from adapters.hf_convert.blocks import Blocks
 from adapters.vllm_engine.model_interface import LiveTensor, Policy, TraceLayout
 from adapters.vllm_engine.readback import served_weight
 from adapters.vllm_engine.step import Step
@@ -119,7 +120,7 @@ class OuroForCausalLM(nn.Module):
         return loaded
 
     def live_tensors(self) -> Iterator[LiveTensor]:
-        served: tuple[str, torch.Tensor | None] = ("", None)
+        served: tuple[str, torch.Tensor | Blocks | None] = ("", None)
         for name, tensor in physical_tensors(self.config).items():
             target, shard = _fused(name)
             owner, _, leaf = target.rpartition(".")

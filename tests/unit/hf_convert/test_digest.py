@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adapters.hf_convert import digest
-from adapters.hf_convert.digest import partial_digest, render_digest, tensor_digest
+from adapters.hf_convert.blocks import Blocks
+from adapters.hf_convert.digest import (
+    copy_without_negative_zeros,
+    finite_digest,
+    partial_digest,
+    render_digest,
+    tensor_digest,
+)
 from adapters.hf_convert.manifest import manifest_of
 
 WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -50,6 +57,82 @@ def test_the_compiled_loop_is_torchs(dtype: torch.dtype) -> None:
     for first, stride in ((0, 0), (7, 9000), (2**63 - 5, 2**40 + 1)):
         arguments = {"first": first, "stride": stride}
         assert compiled(bits, **arguments) == digest._sum_of_mixed(bits, **arguments)
+
+
+COMPILED, PLAIN = digest.COMPILED_ELEMENTS, 77
+"""Numbers of elements that take the compiled loops, and torch's."""
+
+
+@pytest.mark.parametrize("size", [COMPILED, PLAIN])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_what_is_not_finite_is_seen_beside_the_digest(size: int, dtype: torch.dtype) -> None:
+    """One NaN or infinity, of either sign, at either end; the largest finite number and denormals are finite."""
+    tensor = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    limits = torch.finfo(dtype)
+    tensor[1:5] = torch.tensor([limits.max, limits.min, -limits.tiny / 4, -0.0], dtype=dtype)
+    assert finite_digest(tensor) == (tensor_digest(tensor), True)
+    for value in (float("nan"), float("inf"), -float("inf")):
+        for place in (0, -1):
+            broken = tensor.clone()
+            broken[place] = value
+            assert finite_digest(broken) == (tensor_digest(broken), False)
+
+
+def test_integers_are_finite() -> None:
+    """All bits set is -1 there."""
+    tensor = torch.full((COMPILED,), -1, dtype=torch.int32)
+    assert finite_digest(tensor) == (tensor_digest(tensor), True)
+    assert finite_digest(torch.empty(0, 3)) == (tensor_digest(torch.empty(0, 3)), True)
+
+
+@pytest.mark.parametrize("size", [COMPILED, PLAIN])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
+def test_a_copy_has_no_negative_zeros_and_its_own_digest(size: int, dtype: torch.dtype) -> None:
+    """Everything else is copied bitwise; the least integer, whose bits are a negative zero's, too."""
+    wide = torch.randn(size * 2, generator=torch.Generator().manual_seed(0)) * 50
+    wide[::3] = -0.0
+    wide = wide.to(dtype)
+    if not dtype.is_floating_point:
+        wide[::5] = torch.iinfo(dtype).min
+    for source in (wide[:size], wide[::2]):  # contiguous or not
+        expected = torch.where(source == 0, torch.zeros_like(source), source).contiguous()
+        target = torch.full_like(expected, 7)
+        bits = WIDTH[target.element_size()]
+        assert copy_without_negative_zeros(source, target) == tensor_digest(expected)
+        assert torch.equal(target.view(bits), expected.view(bits))
+
+
+@pytest.mark.parametrize("rows", [8, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_blocks_are_digested_as_the_matrix_they_hold(rows: int, dtype: torch.dtype) -> None:
+    """Whole, and in parts along either dimension of a larger matrix; other parts of them are copies."""
+    matrix = torch.randn(96, 40, generator=torch.Generator().manual_seed(0), dtype=dtype)
+
+    def in_blocks(part: torch.Tensor) -> Blocks:
+        count, columns = part.shape
+        memory = torch.empty(count // rows, columns, rows, dtype=dtype)
+        for r in range(count):
+            memory[r // rows, :, r % rows] = part[r]
+        return Blocks(memory)
+
+    whole = in_blocks(matrix)
+    assert whole.shape == (96, 40) and torch.equal(whole.dense(), matrix)
+    assert render_digest(partial_digest(whole, shape=(96, 40))) == plain_digest(matrix)
+    below = in_blocks(matrix[48:])
+    expected = partial_digest(matrix[48:], shape=(96, 40), offset=48)
+    assert partial_digest(below, shape=(96, 40), offset=48) == expected
+    narrowed = whole.narrow(0, 48, 48)
+    assert isinstance(narrowed, Blocks) and narrowed.memory.data_ptr() == whole.memory[48 // rows :].data_ptr()
+    assert partial_digest(narrowed, shape=(96, 40), offset=48) == expected
+    right = in_blocks(matrix[:, 30:])
+    assert partial_digest(right, shape=(96, 40), dim=1, offset=30) == partial_digest(
+        matrix[:, 30:], shape=(96, 40), dim=1, offset=30
+    )
+    for dim, start, length in ((0, 3, 48), (0, 48, 5), (1, 0, 39), (1, 2, 38)):
+        assert torch.equal(whole.narrow(dim, start, length), matrix.narrow(dim, start, length))
+    assert whole.narrow(1, 0, 40) is whole
+    whole.memory[1, 2, 3] += 1
+    assert render_digest(partial_digest(whole, shape=(96, 40))) != plain_digest(matrix)
 
 
 @settings(max_examples=60, deadline=None)
