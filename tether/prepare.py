@@ -125,7 +125,7 @@ def prepare(arguments: RunArguments, *, is_main: bool = True) -> Job:
         rollout=making,
         tripwires=Tripwires.parse(settings),
         depth=depth,
-        stop_token_ids=tuple(sorted(set(_stop_token_ids(source, tokenizer)))),
+        stop_token_ids=tuple(sorted(set(stop_token_ids(source.path, tokenizer)))),
         contract=contract,
         changes=changes,
     )
@@ -220,11 +220,9 @@ def _contract(
     return run_contract(model=arguments.model, data=data, settings=settings, reward=reward, rollout=making)
 
 
-def _stop_token_ids(source: HFDirectory, tokenizer: Any) -> Iterator[int]:
-    """End tokens that config.json, generation_config.json or the tokenizer name."""
-    generation = source.path / "generation_config.json"
-    named = [source.config.get("eos_token_id"), tokenizer.eos_token_id]
-    if generation.is_file():
-        named.append(json.loads(generation.read_text()).get("eos_token_id"))
-    for value in named:
+def stop_token_ids(model: Path, tokenizer: Any) -> Iterator[int]:
+    """End tokens that a model's config.json, generation_config.json or tokenizer name."""
+    files = (model / "config.json", model / "generation_config.json")
+    named = [json.loads(path.read_text()).get("eos_token_id") for path in files if path.is_file()]
+    for value in (*named, tokenizer.eos_token_id):
         yield from () if value is None else value if isinstance(value, list) else (value,)

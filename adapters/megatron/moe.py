@@ -92,13 +92,13 @@ class Experts(MegatronModule):
         first = count * parallel_state.get_expert_model_parallel_rank()
         wide = config.moe_ffn_hidden_size // config.expert_tensor_parallel_size
         hidden, dtype = config.hidden_size, config.params_dtype
-        self.stacks = {
-            "gate_up": Stack(parts=("gate_proj", "up_proj"), first=first, count=count, dim=0),
-            "down": Stack(parts=("down_proj",), first=first, count=count, dim=1),
-        }
-        self.gate_up = nn.Parameter(torch.empty(count, 2 * wide, hidden, dtype=dtype))
-        self.down = nn.Parameter(torch.empty(count, hidden, wide, dtype=dtype))
-        for weight in (self.gate_up, self.down):
+        gate_up = Stack(parts=("gate_proj", "up_proj"), first=first, count=count, dim=0)
+        down = Stack(parts=("down_proj",), first=first, count=count, dim=1)
+        self.stacks = {each.leaf: each for each in (gate_up, down)}
+        self.first, self.count, self._gate_up, self._down = first, count, gate_up.leaf, down.leaf
+        self.register_parameter(gate_up.leaf, nn.Parameter(torch.empty(count, 2 * wide, hidden, dtype=dtype)))
+        self.register_parameter(down.leaf, nn.Parameter(torch.empty(count, hidden, wide, dtype=dtype)))
+        for weight in self.parameters():
             # At every expert-parallel size, also 1: the optimizer then always has the same parts, and loads anywhere.
             weight.allreduce = False
             # Each rank of a tensor-parallel group keeps its own slice of the optimizer's state: count it in the norm.
@@ -109,8 +109,8 @@ class Experts(MegatronModule):
 
         Expert tensor parallelism leaves the sum over its ranks to the dispatcher.
         """
-        gate, up = grouped_linear(x, self.gate_up, rows_per_expert).chunk(2, -1)
-        out = grouped_linear(F.silu(gate) * up, self.down, rows_per_expert)
+        gate, up = grouped_linear(x, getattr(self, self._gate_up), rows_per_expert).chunk(2, -1)
+        out = grouped_linear(F.silu(gate) * up, getattr(self, self._down), rows_per_expert)
         return (out * probabilities[:, None]).to(x.dtype)
 
     def sharded_state_dict(
@@ -138,10 +138,10 @@ class MoE(MegatronModule):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
         self.gate, self.experts = Router(config), Experts(config)
-        stack = self.experts.stacks["gate_up"]
-        own = list(range(stack.first, stack.first + stack.count))
+        count, first = self.experts.count, self.experts.first
+        own = list(range(first, first + count))
         dispatcher = DISPATCHERS[config.moe_token_dispatcher_type]
-        self.dispatcher = dispatcher(stack.count, own, config=config, pg_collection=get_default_pg_collection())
+        self.dispatcher = dispatcher(count, own, config=config, pg_collection=get_default_pg_collection())
 
     def forward(self, x: Tensor, experts: Tensor | None, load: Tensor, num_real: int) -> tuple[Tensor, Routed]:
         """

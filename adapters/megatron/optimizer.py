@@ -107,7 +107,7 @@ def wrap(model: RootModule, settings: OptimizerSettings, parallel: DataParallelS
     Gradients are reduced in fp32; the optimizer keeps fp32 masters. After the parameters are set from outside, call
     `optimizer.reload_model_params()`, or the next step overwrites them with the old masters.
     """
-    _use_adam_with_megatron_layout()
+    use_adam_with_megatron_layout()
     freeze(model, settings.frozen)
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     require_matches(names, [group.pattern for group in settings.groups], what="param_groups")
@@ -188,7 +188,7 @@ class Adam(torch.optim.Optimizer):
         return state
 
 
-def _use_adam_with_megatron_layout() -> None:
+def use_adam_with_megatron_layout() -> None:
     """Gives Megatron-Core our Adam when neither Transformer Engine nor apex is installed. Idempotent.
 
     Reason: distrib_optimizer.py (0.16.1: state_dict, load_state_dict) treats torch's Adam in a branch that saves and
@@ -202,7 +202,7 @@ def _use_adam_with_megatron_layout() -> None:
         distributed: ("Adam", "HAVE_APEX_OR_TE", "USING_APEX_OPTIMIZER"),
     }
     if missing := [f"{m.__name__}.{n}" for m, each in names.items() for n in each if not hasattr(m, n)]:
-        raise ImportError(f"Megatron-Core moved {', '.join(missing)}: _use_adam_with_megatron_layout has to follow")
+        raise ImportError(f"Megatron-Core moved {', '.join(missing)}: use_adam_with_megatron_layout has to follow")
     if factory.USING_PYTORCH_OPTIMIZER:
         factory.Adam, distributed.Adam, factory.USING_PYTORCH_OPTIMIZER = Adam, Adam, False
         distributed.HAVE_APEX_OR_TE = distributed.USING_APEX_OPTIMIZER = True

@@ -139,6 +139,10 @@ class RootModule(MegatronModule):
             hidden, head, targets, temperature=temperature, chunk_rows=chunk_rows, with_entropy=with_entropy
         )
 
+    def states(self, tokens: Tensor, cu_seqlens: Tensor, trace: Tensor | None = None) -> Tensor:
+        """[T, H] the hidden states that the head reads, whole on every tensor-parallel rank."""
+        raise NotImplementedError
+
     def check_trace(self, trace: Tensor, num_prompt_tokens: int) -> None:
         """Raises ValueError, with the position, if a sample's trace cannot be replayed."""
 

@@ -7,6 +7,7 @@ cuts every tensor in it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor, nn
 
+_LEAF = re.compile(r"(?P<prefix>.*\.)(?P<parts>[a-z_]+)__(?P<first>\d+)__(?P<last>\d+)")
 _PLACE = "@"  # stands for "{expert}.{part}" in a checkpoint key until the experts are taken apart
 
 
@@ -43,8 +45,8 @@ def gather_whole(part: Tensor, dim: int | None, group: dist.ProcessGroup) -> Ten
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stack:
-    """What a parameter [count, len(parts) * rows, columns] of this rank holds.
+class Stacked:
+    """What a parameter [count, len(parts) * rows, columns] holds.
 
     Tensor `{prefix}{first + i}.{parts[j]}.weight` is slice i, and within it the j-th of equal blocks of rows.
     """
@@ -52,17 +54,14 @@ class Stack:
     parts: tuple[str, ...]
     """The projections of one expert, in the order of their rows."""
     first: int
-    """Number of this rank's first expert."""
+    """Number of the first expert."""
     count: int
-    """Experts on this rank."""
-    dim: int
-    """The dimension of each tensor that expert tensor parallelism cuts."""
+    """How many experts."""
 
     @property
-    def cut(self) -> Cut:
-        """This rank's part of each of its experts' tensors."""
-        rank = parallel_state.get_expert_tensor_parallel_rank()
-        return Cut(self.dim, rank, parallel_state.get_expert_tensor_parallel_world_size())
+    def leaf(self) -> str:
+        """The parameter's own name: it says what the stack holds, so that no two ranks' stacks share a name."""
+        return "__".join((*self.parts, f"{self.first}", f"{self.first + self.count - 1}"))
 
     def names(self, prefix: str, first: int, count: int) -> Iterator[str]:
         """Names of `count` experts' tensors from expert `first` on, in the order of `slices`."""
@@ -75,8 +74,31 @@ class Stack:
             yield from expert.chunk(len(self.parts), 0)
 
     def views(self, prefix: str, stack: Tensor) -> dict[str, Tensor]:
-        """This rank's tensors by name, as views of its stack."""
+        """The tensors by name, as views of their stack."""
         return dict(zip(self.names(prefix, self.first, self.count), self.slices(stack), strict=True))
+
+
+def parse_stack(name: str) -> tuple[str, Stacked] | None:
+    """The prefix and the stack that a parameter's whole name says (see `Stacked.leaf`); None for any other name."""
+    found = _LEAF.fullmatch(name)
+    if found is None:
+        return None
+    first, last = int(found["first"]), int(found["last"])
+    return found["prefix"], Stacked(parts=tuple(found["parts"].split("__")), first=first, count=last - first + 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack(Stacked):
+    """This rank's stack."""
+
+    dim: int
+    """The dimension of each tensor that expert tensor parallelism cuts."""
+
+    @property
+    def cut(self) -> Cut:
+        """This rank's part of each of its experts' tensors."""
+        rank = parallel_state.get_expert_tensor_parallel_rank()
+        return Cut(self.dim, rank, parallel_state.get_expert_tensor_parallel_world_size())
 
     def gather(self, prefix: str, stack: Tensor) -> dict[str, Tensor]:
         """Every expert's tensors by name, on the CPU. Collective: every rank that has a part of an expert must join."""

@@ -146,15 +146,9 @@ class Olmoe(RootModule):
         Raises:
             ValueError: the trace does not fit the tokens.
         """
-        if trace is not None:
-            wanted = (len(tokens), *row_shape(self.olmoe))
-            if tuple(trace.shape) != wanted:
-                raise ValueError(f"experts: got shape {tuple(trace.shape)}, expected {wanted}")
-            trace = trace.to(tokens.device, torch.int64)
         num_real = 0 if rows is not None and len(rows) == 0 else len(tokens)
-        hidden, self.routing.layers = self.model(tokens, cu_seqlens, trace, self.routing.load, num_real)
         return self.read_out(
-            hidden,
+            self.states(tokens, cu_seqlens, trace, num_real=num_real),
             self.lm_head,
             rows=rows,
             targets=targets,
@@ -162,6 +156,19 @@ class Olmoe(RootModule):
             chunk_rows=self.logprob_chunk_rows,
             with_entropy=with_entropy,
         )
+
+    def states(
+        self, tokens: Tensor, cu_seqlens: Tensor, trace: Tensor | None = None, *, num_real: int | None = None
+    ) -> Tensor:
+        """[T, H] what the head reads; see `forward`. The routers count the first `num_real` tokens, None is all."""
+        if trace is not None:
+            wanted = (len(tokens), *row_shape(self.olmoe))
+            if tuple(trace.shape) != wanted:
+                raise ValueError(f"experts: got shape {tuple(trace.shape)}, expected {wanted}")
+            trace = trace.to(tokens.device, torch.int64)
+        num_real = len(tokens) if num_real is None else num_real
+        hidden, self.routing.layers = self.model(tokens, cu_seqlens, trace, self.routing.load, num_real)
+        return hidden
 
     def check_trace(self, trace: Tensor, num_prompt_tokens: int) -> None:
         """Refuses rows of another shape, an expert that does not exist, was not recorded, or comes twice in a layer."""

@@ -105,3 +105,8 @@ def load_per_expert(traces: Sequence[np.ndarray], config: OlmoeConfig) -> np.nda
         for layer in range(config.num_layers):
             counts[layer] += np.bincount(rows[:, layer].ravel(), minlength=config.num_experts)
     return counts
+
+
+def last_row(config: OlmoeConfig) -> np.ndarray:
+    """What a token ran that nothing reads, such as the last generated one where a framework makes it an input."""
+    return np.tile(np.arange(config.top_k, dtype=np.uint8), (config.num_layers, 1))

@@ -253,16 +253,20 @@ class Ouro(RootModule):
         Raises:
             ValueError: boundaries or trace do not fit the tokens.
         """
-        layout = replay_layout(cu_seqlens, trace, max_passes=self.ouro.num_loops, device=tokens.device)
-        hidden = self.model(tokens, layout)
         return self.read_out(
-            hidden,
+            self.states(tokens, cu_seqlens, trace),
             self.lm_head,
             rows=rows,
             targets=targets,
             temperature=temperature,
             chunk_rows=self.logprob_chunk_rows,
             with_entropy=with_entropy,
+        )
+
+    def states(self, tokens: Tensor, cu_seqlens: Tensor, trace: Tensor | None = None) -> Tensor:
+        """[T, H] what the head reads; see `forward`."""
+        return self.model(
+            tokens, replay_layout(cu_seqlens, trace, max_passes=self.ouro.num_loops, device=tokens.device)
         )
 
     def check_trace(self, trace: Tensor, num_prompt_tokens: int) -> None:

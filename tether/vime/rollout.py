@@ -1,0 +1,277 @@
+"""Samples from Tether's engines, filled into the framework's samples with everything that training has to know.
+
+Own settings are attributes of the arguments, put into the file of the framework's --custom-config-path:
+
+    tether_engine            "local" (a vLLM process here), "1+2" (prefill and decode processes), or a server's URL
+    tether_execution         how much of the model a token runs, such as "early:0.9:2:4"; the checkpoint's own if absent
+    tether_engine_directory  for a server elsewhere: a directory that it sees too
+    tether_kv_cache_bytes    memory of the KV cache; by default vLLM's share of the device, 64 MiB on CPU
+    tether_deadline_seconds  longest wait for any answer of the engine
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import re
+import threading
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adapters.contract import (
+    Engine,
+    EngineError,
+    GenerationRequest,
+    GenerationResult,
+    SamplingParams,
+    derive_seed,
+    new_seed,
+)
+from tether.data import load_tokenizer
+from tether.prepare import stop_token_ids
+from tether.vime.arguments import ModelFacts, facts_of
+from tether.vime.replay import DEPTHS, LENGTHS
+from tether.vime.session import Session
+from tether.vime.weights import CommittedWeights, where_weights_come
+
+ABOUT = "tether"
+"""Key of a sample's metadata that holds what this module did."""
+CPU_CACHE_BYTES = 64 << 20
+_IGNORED = {"skip_special_tokens", "no_stop_trim", "spaces_between_special_tokens", "max_new_tokens"}
+"""Of the framework's sampling parameters: they say how text is made, which is made here from the tokens."""
+_numbers = itertools.count()
+_lock = threading.Lock()
+_session: Session | None = None
+
+
+async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
+    """For --custom-generate-function-path: draws one response.
+
+    A sample that was aborted before starts anew, with another seed: a response never mixes weights. Aborted, truncated
+    and empty responses keep what there is, and their status says so.
+
+    Raises:
+        EngineError: the engine failed.
+        ValueError: sampling that cannot be trained on or that the engine does not have; weights that cannot reach it.
+    """
+    request = _request(args, sample, sampling_params, evaluation)
+    if request is None:
+        sample.status = type(sample.status).TRUNCATED
+        return sample
+    running = await asyncio.to_thread(session_of, args)
+    fill(facts_of(args), sample, request, await running.generate(request))
+    sample.response = _tokenizer(args.hf_checkpoint).decode(sample.tokens[len(request.prompt_token_ids) :])
+    return sample
+
+
+def session_of(args: Any) -> Session:
+    """This process's engine, started on first use."""
+    global _session
+    with _lock:
+        if _session is None:
+            weights = CommittedWeights(where_weights_come(args), facts_of(args))
+            _session = Session(lambda: start_engine(args), weights.bring)
+        return _session
+
+
+def close_session() -> None:
+    """Ends this process's engine. Idempotent."""
+    global _session
+    with _lock:
+        if _session is not None:
+            _session.close()
+        _session = None
+
+
+def fill(facts: ModelFacts, sample: Any, request: GenerationRequest, result: GenerationResult) -> None:
+    """Puts a result into the framework's sample.
+
+    Raises:
+        EngineError: the request failed.
+        ValueError: the trace does not fit the tokens.
+    """
+    if result.finish_reason == "error":
+        raise EngineError(f"{request.request_id}: {result.error}")
+    ids, logprobs = list(result.token_ids), list(result.logprobs)
+    if result.trace is None and result.finish_reason == "abort":
+        ids, logprobs = [], []  # what was drawn without a record cannot be trained on
+    statuses = {"stop": "COMPLETED", "length": "TRUNCATED", "abort": "ABORTED"}
+    sample.status = getattr(type(sample.status), statuses[result.finish_reason])
+    sample.tokens = [*request.prompt_token_ids, *ids]
+    sample.response_length, sample.rollout_log_probs = len(ids), logprobs
+    sample.loss_mask = [1] * len(ids)
+    sample.weight_versions = [*sample.weight_versions, str(result.version)]
+    sample.metadata[ABOUT] = {
+        **sample.metadata.get(ABOUT, {}),
+        "seed": result.seed,
+        "version": str(result.version),
+        "finish_reason": result.finish_reason,
+        "execution": request.execution,
+    }
+    _fill_trace(facts, sample, request, result)
+
+
+def _fill_trace(facts: ModelFacts, sample: Any, request: GenerationRequest, result: GenerationResult) -> None:
+    if not sample.response_length:
+        sample.multimodal_train_inputs = sample.rollout_routed_experts = None
+        return
+    rows = facts.trace.rows_of(
+        result.trace,
+        num_prompt_tokens=len(request.prompt_token_ids),
+        num_tokens=len(sample.tokens),
+        config=facts.config,
+        where=request.request_id,
+    )
+    if facts.trace.KIND == "loops":
+        depths = torch.tensor([*rows.tolist(), facts.trace.last_row(facts.config)])
+        sample.multimodal_train_inputs = {DEPTHS: depths, LENGTHS: torch.tensor([len(depths)])}
+    else:
+        sample.rollout_routed_experts = torch.from_numpy(rows.astype("int32"))
+
+
+def _request(args: Any, sample: Any, given: Mapping[str, Any], evaluation: bool) -> GenerationRequest | None:
+    """What is asked of the engine; None if the framework leaves no room for a token."""
+    _start_anew(sample)
+    about = sample.metadata.setdefault(ABOUT, {})
+    about["attempt"] = about.get("attempt", -1) + 1
+    sample.tokens = prompt = _prompt(args, sample)
+    limit = getattr(args, "rollout_max_context_len", None)
+    max_tokens = given["max_new_tokens"] if limit is None else min(given["max_new_tokens"], limit - len(prompt))
+    if max_tokens < 1:
+        return None
+    parts = (
+        getattr(args, "rollout_seed", 0),
+        "evaluation" if evaluation else "rollout",
+        sample.index,
+        about["attempt"],
+    )
+    return GenerationRequest(
+        request_id=f"sample-{sample.index}/{next(_numbers)}",
+        prompt_token_ids=tuple(prompt),
+        sampling=sampling_of(args, given, max_tokens=max_tokens, evaluation=evaluation),
+        seed=new_seed() if sample.index is None else derive_seed(*parts),
+        execution=getattr(args, "tether_execution", None),
+    )
+
+
+def sampling_of(args: Any, given: Mapping[str, Any], *, max_tokens: int, evaluation: bool) -> SamplingParams:
+    """The framework's sampling parameters in the contract's words.
+
+    Raises:
+        ValueError: a parameter that the engine does not have, or, unless this is an evaluation, one that cannot be
+            trained on.
+    """
+    known = {"temperature", "top_p", "top_k", "min_p", "stop_token_ids", "ignore_eos"}
+    unknown = {name: value for name, value in given.items() if name not in known | _IGNORED and value is not None}
+    if unknown:
+        raise ValueError(
+            f"sampling: got {unknown}, expected only {', '.join(sorted(known))}; end tokens are given by id"
+        )
+    values = {
+        name: given[name] for name in ("temperature", "top_p", "min_p", "ignore_eos") if given.get(name) is not None
+    }
+    ends = {*(given.get("stop_token_ids") or ()), *_end_tokens(args.hf_checkpoint)}
+    sampling = SamplingParams(
+        max_tokens=max_tokens, top_k=max(given.get("top_k") or 0, 0), stop_token_ids=tuple(sorted(ends)), **values
+    )
+    if not evaluation:
+        sampling.check_trainable()
+    return sampling
+
+
+def start_engine(args: Any) -> Engine:
+    """The engine that `tether_engine` says. Raises what its constructor does."""
+    kind = str(getattr(args, "tether_engine", "local"))
+    if "://" in kind:
+        from adapters.vllm_engine.http_engine import HttpEngine
+        from adapters.vllm_engine.http_settings import HttpSettings
+
+        directory = getattr(args, "tether_engine_directory", None)
+        return HttpEngine(
+            HttpSettings(
+                url=kind,
+                directory=None if directory is None else Path(directory),
+                max_model_len=_context(args),
+                deadline_seconds=_deadline(args),
+            )
+        )
+    if kind == "local":
+        from adapters.vllm_engine.local import LocalEngine
+
+        return LocalEngine(engine_settings(args, "engine"))
+    if (counts := re.fullmatch(r"(\d+)\+(\d+)", kind)) is None:
+        raise ValueError(f"tether_engine: got {kind!r}, expected local, PREFILL+DECODE such as 1+2, or a server's URL")
+    from adapters.vllm_engine.disaggregated import DisaggregatedEngine
+
+    return DisaggregatedEngine(
+        prefill=[engine_settings(args, f"prefill{i}") for i in range(int(counts[1]))],
+        decode=[engine_settings(args, f"decode{i}") for i in range(int(counts[2]))],
+    )
+
+
+def engine_settings(args: Any, name: str) -> Any:
+    """One engine process of a run."""
+    from adapters.vllm_engine.settings import EngineSettings
+
+    logs = Path(getattr(args, "save", None) or ".") / "tether_logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    size = getattr(args, "tether_kv_cache_bytes", None) or (None if torch.cuda.is_available() else CPU_CACHE_BYTES)
+    return EngineSettings(
+        model=Path(args.hf_checkpoint).resolve(),
+        log_path=(logs / f"{name}.log").resolve(),
+        max_model_len=_context(args),
+        dtype=_dtype(args),
+        tensor_parallel=getattr(args, "rollout_num_gpus_per_engine", None) or 1,
+        kv_cache_bytes=size,
+        deadline_seconds=_deadline(args),
+    )
+
+
+def _context(args: Any) -> int:
+    """Tokens of the longest sequence."""
+    if getattr(args, "rollout_max_context_len", None):
+        return args.rollout_max_context_len
+    if getattr(args, "rollout_max_prompt_len", None):
+        return args.rollout_max_prompt_len + args.rollout_max_response_len
+    return facts_of(args).config.max_position_embeddings
+
+
+def _dtype(args: Any) -> str:
+    """What training publishes."""
+    return str(getattr(args, "params_dtype", None) or "auto").removeprefix("torch.")
+
+
+def _deadline(args: Any) -> float:
+    return float(getattr(args, "tether_deadline_seconds", 600.0))
+
+
+def _start_anew(sample: Any) -> None:
+    """Takes away what an aborted attempt drew."""
+    if sample.response_length:
+        sample.tokens = list(sample.tokens[: len(sample.tokens) - sample.response_length])
+    sample.response, sample.response_length, sample.rollout_log_probs, sample.loss_mask = "", 0, None, None
+    sample.multimodal_train_inputs = sample.rollout_routed_experts = None
+    sample.weight_versions = []
+
+
+def _prompt(args: Any, sample: Any) -> list[int]:
+    if sample.tokens:
+        return list(sample.tokens)
+    tokenizer = _tokenizer(args.hf_checkpoint)
+    if isinstance(sample.prompt, str):
+        return tokenizer.encode(sample.prompt, add_special_tokens=False)
+    return list(tokenizer.apply_chat_template(sample.prompt, add_generation_prompt=True, return_dict=False))
+
+
+@lru_cache(maxsize=2)
+def _tokenizer(path: str) -> Any:
+    return load_tokenizer(Path(path))
+
+
+@lru_cache(maxsize=2)
+def _end_tokens(path: str) -> frozenset[int]:
+    return frozenset(stop_token_ids(Path(path), _tokenizer(path)))
