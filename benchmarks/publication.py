@@ -21,10 +21,10 @@ import torch
 from safetensors.torch import load_file
 
 from adapters.contract import Version
-from adapters.vllm_engine.local import LocalEngine
-from adapters.vllm_engine.offers import Clock
+from adapters.vllm_engine.client.local import LocalEngine
+from adapters.vllm_engine.client.offers import Clock
+from adapters.vllm_engine.memory.staging import Staging
 from adapters.vllm_engine.settings import EngineSettings
-from adapters.vllm_engine.staging import Staging
 from benchmarks import record
 from tests.tiny import write_ouro
 

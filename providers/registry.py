@@ -47,7 +47,7 @@ def register_vllm() -> None:
 
     vLLM only logs a plugin that raises; the engine process checks `patches.applied()` and refuses to start without us.
     """
-    from adapters.vllm_engine import patches, plain
+    from adapters.vllm_engine.worker import patches, plain
 
     for model_type in PROVIDERS:
         provider(model_type, "engine").register()

@@ -11,10 +11,10 @@ from tether.memory import cache_bytes
 from tether.prepare import Job
 
 if TYPE_CHECKING:
-    from adapters.vllm_engine.disaggregated import DisaggregatedEngine
-    from adapters.vllm_engine.http_engine import HttpEngine
-    from adapters.vllm_engine.http_settings import HttpSettings
-    from adapters.vllm_engine.local import LocalEngine
+    from adapters.vllm_engine.client.local import LocalEngine
+    from adapters.vllm_engine.disaggregated.engine import DisaggregatedEngine
+    from adapters.vllm_engine.http.engine import HttpEngine
+    from adapters.vllm_engine.http.settings import HttpSettings
     from adapters.vllm_engine.settings import EngineSettings
 
     AnyEngine = LocalEngine | DisaggregatedEngine | HttpEngine
@@ -29,16 +29,16 @@ DEVICE_SHARE = 0.9
 def start_engine(job: Job) -> AnyEngine:
     """Starts the engine of a run and waits until it serves. Raises what its constructor does."""
     if job.settings.engine == "local":
-        from adapters.vllm_engine.local import LocalEngine
+        from adapters.vllm_engine.client.local import LocalEngine
 
         return LocalEngine(engine_settings(job))
 
     if job.settings.engine == "http":
-        from adapters.vllm_engine.http_engine import HttpEngine
+        from adapters.vllm_engine.http.engine import HttpEngine
 
         return HttpEngine(http_settings(job))
 
-    from adapters.vllm_engine.disaggregated import DisaggregatedEngine
+    from adapters.vllm_engine.disaggregated.engine import DisaggregatedEngine
 
     prefill, decode = worker_settings(job)
     return DisaggregatedEngine(prefill=prefill, decode=decode, transports_wanted=job.settings.transports)
@@ -46,7 +46,7 @@ def start_engine(job: Job) -> AnyEngine:
 
 def http_settings(job: Job) -> HttpSettings:
     """How the server of a run is used. Raises ValueError if the directory for weights is not there."""
-    from adapters.vllm_engine.http_settings import HttpSettings
+    from adapters.vllm_engine.http.settings import HttpSettings
 
     s = job.settings
     directory = Path(s.engine_directory).resolve() if s.engine_directory else None

@@ -18,10 +18,10 @@ from vllm.model_executor.models.olmoe import OlmoeAttention
 from vllm.model_executor.models.olmoe import OlmoeForCausalLM as VllmOlmoe
 
 from adapters.hf_convert.names import name_problems
-from adapters.vllm_engine.experts import ExpertRouting, served_experts
-from adapters.vllm_engine.model_interface import LiveTensor, Policy, TraceLayout
-from adapters.vllm_engine.readback import served_weight
-from adapters.vllm_engine.step import Step
+from adapters.vllm_engine.worker.experts import ExpertRouting, served_experts
+from adapters.vllm_engine.worker.model_interface import LiveTensor, Policy, TraceLayout
+from adapters.vllm_engine.worker.readback import served_weight
+from adapters.vllm_engine.worker.step import Step
 from providers.olmoe.config import OlmoeConfig
 from providers.olmoe.physical import physical_tensors
 from providers.olmoe.trace import KIND, parse_policy, row_shape

@@ -22,9 +22,9 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.utils import maybe_prefix
 
 from adapters.hf_convert.blocks import Blocks
-from adapters.vllm_engine.model_interface import LiveTensor, Policy, TraceLayout
-from adapters.vllm_engine.readback import served_weight
-from adapters.vllm_engine.step import Step
+from adapters.vllm_engine.worker.model_interface import LiveTensor, Policy, TraceLayout
+from adapters.vllm_engine.worker.readback import served_weight
+from adapters.vllm_engine.worker.step import Step
 from providers.ouro.config import MODEL_TYPE, OuroConfig
 from providers.ouro.engine_layers import OuroModel
 from providers.ouro.hf.configuration_ouro import OuroConfig as HFConfig

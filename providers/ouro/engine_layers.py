@@ -24,7 +24,7 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.utils import maybe_prefix
 
-from adapters.vllm_engine.step import Step
+from adapters.vllm_engine.worker.step import Step
 from providers.ouro.config import OuroConfig
 from providers.ouro.physical import NORMS
 from providers.ouro.trace import DepthPlan

@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Serves orders until standard input ends; with arguments it does nothing, which shows that forking works."""
     if arguments is not None:
         return
-    from adapters.vllm_engine import forkserver
+    from adapters.vllm_engine.client import forkserver
 
     _preload()
     # A forked run is not the parent of the server and cannot ask for its state.
@@ -121,8 +121,8 @@ def _require_server() -> None:
 
     A run that is killed while its engine starts takes the server along: there is nobody to tell the engine's pid.
     """
-    from adapters.vllm_engine import forkserver
-    from adapters.vllm_engine.process import environment
+    from adapters.vllm_engine.client import forkserver
+    from adapters.vllm_engine.process.main import environment
 
     variables = environment(dict(os.environ), cuda=False)
     with open(os.devnull, "wb") as log:

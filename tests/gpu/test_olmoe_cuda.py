@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from adapters.contract import GenerationRequest, SamplingParams
-from adapters.vllm_engine.local import LocalEngine
+from adapters.vllm_engine.client.local import LocalEngine
 from tests.contracts.depth.harness import MIXED, Row, first_turn
 from tests.contracts.engine.conftest import next_version, run, settings_for
 from tests.contracts.experts.test_experts import apart, from_oracle, summary, trainer_scores

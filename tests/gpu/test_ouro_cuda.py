@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from adapters.contract import GenerationRequest, SamplingParams, ScoreRequest
-from adapters.vllm_engine.local import LocalEngine
+from adapters.vllm_engine.client.local import LocalEngine
 from tests.contracts.depth.checks import check_rule
 from tests.contracts.depth.harness import MIXED, Row, first_turn
 from tests.contracts.engine.conftest import next_version, run, settings_for

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from adapters.contract import PublicationFailed, PublicationRefused
 from adapters.hf_convert import digest
 from adapters.hf_convert.digest import partial_digest, render_digest, tensor_digest
-from adapters.vllm_engine.local import LocalEngine
+from adapters.vllm_engine.client.local import LocalEngine
 from tests.contracts.engine import faults
 from tests.contracts.engine.conftest import drawn, make_requests, next_version, run, settings_for
 from tests.tiny import write_ouro

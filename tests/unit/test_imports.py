@@ -20,13 +20,17 @@ import adapters
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("adapters", "providers", "tether")
-ROOMS = ("adapters", "adapters.hf_convert", "adapters.megatron", "adapters.vllm_engine", "providers", "tether")
+ENGINE = [f"adapters.vllm_engine{folder}" for folder in ("", ".memory", ".worker", ".process", ".client")]
+"""Each may import those before it; the engines of several processes and behind HTTP stand on the last."""
+ENGINES = [f"adapters.vllm_engine{folder}" for folder in (".disaggregated", ".http")]
+ROOMS = ("adapters", "adapters.hf_convert", "adapters.megatron", *ENGINE, *ENGINES, "providers", "tether")
 """Every module belongs to the longest of these that it starts with."""
 MAY_IMPORT = {
     "adapters": {"adapters"},
     "adapters.hf_convert": {"adapters", "adapters.hf_convert"},
     "adapters.megatron": {"adapters", "adapters.hf_convert", "adapters.megatron"},
-    "adapters.vllm_engine": {"adapters", "adapters.hf_convert", "adapters.vllm_engine"},
+    **{room: {"adapters", "adapters.hf_convert", *ENGINE[: i + 1]} for i, room in enumerate(ENGINE)},
+    **{room: {"adapters", "adapters.hf_convert", *ENGINE, room} for room in ENGINES},
     "providers": set(ROOMS) - {"tether"},
     "tether": set(ROOMS),
 }
@@ -150,8 +154,11 @@ def test_adapters_name_no_model() -> None:
         ("adapters.contract", "from adapters.hf_convert import digest"),
         ("adapters.hf_convert.digest", "import adapters.megatron.runtime"),
         ("adapters.megatron.trainer", "from adapters import vllm_engine"),
-        ("adapters.vllm_engine.worker", "from adapters.megatron.packing import pack"),
-        ("adapters.vllm_engine.worker", "from ..megatron import packing"),
+        ("adapters.vllm_engine.worker.worker", "from adapters.megatron.packing import pack"),
+        ("adapters.vllm_engine.worker.worker", "from ...megatron import packing"),
+        ("adapters.vllm_engine.memory.buckets", "from adapters.vllm_engine.worker import step"),
+        ("adapters.vllm_engine.client.local", "from adapters.vllm_engine.http.engine import HttpEngine"),
+        ("adapters.vllm_engine.disaggregated.engine", "from adapters.vllm_engine.http.engine import HttpEngine"),
         ("adapters.megatron.trainer", "def f():\n    import providers.registry"),
         ("providers.ouro.model", "from tether import settings"),
         ("providers.ouro.model", "from providers.ouro.engine import x"),

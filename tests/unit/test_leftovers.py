@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from adapters.vllm_engine import leftovers
+from adapters.vllm_engine.memory import leftovers
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_only_files_of_dead_owners_are_removed(folder: Path) -> None:
     """A dead owner's file and folder go. A live owner's, another namespace's, a stranger's stay."""
-    program = "from adapters.vllm_engine.leftovers import *; print(owned_name(WEIGHTS), owned_name(ENGINE))"
+    program = "from adapters.vllm_engine.memory.leftovers import *; print(owned_name(WEIGHTS), owned_name(ENGINE))"
     dead = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     (folder / dead[0]).write_text("x")
     (folder / dead[1]).mkdir()

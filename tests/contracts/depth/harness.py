@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from adapters.vllm_engine import forkserver
-from adapters.vllm_engine.process import end_with_parent, environment
+from adapters.vllm_engine.client import forkserver
+from adapters.vllm_engine.process.main import end_with_parent, environment
 
 POLICIES = ("fixed:4", "fixed:2", "fixed:3", "fixed:1", "early:0.6:2:4", "early:0.5:1:3", "delayed:0.6:1:4")
 MIXED, COIN = "mixed", "coin"
@@ -152,7 +152,7 @@ def _mutate(name: str) -> None:
 
 
 def _run(model: Path, engine: str, policies: tuple[str, ...], repeat: bool, dtype: str) -> dict[str, Outcome]:
-    from adapters.vllm_engine.core import Core
+    from adapters.vllm_engine.process.core import Core
     from adapters.vllm_engine.settings import EngineSettings
 
     values = {
@@ -283,7 +283,7 @@ def _prompt_by_step_size() -> None:
 
 def _trace_ignored() -> None:
     """Recomputed tokens follow the policy again instead of their record."""
-    from adapters.vllm_engine.records import Records
+    from adapters.vllm_engine.worker.records import Records
 
     def change(step: Any) -> None:
         prompt = step.recorded == 4
@@ -300,7 +300,7 @@ def _trace_ignored() -> None:
 
 
 def _change_step(change: Callable[[Any], None]) -> None:
-    from adapters.vllm_engine.step import Step
+    from adapters.vllm_engine.worker.step import Step
 
     original = Step.__init__
 
@@ -314,7 +314,7 @@ def _change_step(change: Callable[[Any], None]) -> None:
 
 def _rows_dropped_inside_a_chunk() -> None:
     """A request's active rows are attended to as if they were its last positions."""
-    from adapters.vllm_engine.step import Step
+    from adapters.vllm_engine.worker.step import Step
 
     original = Step._metadata
 
@@ -330,13 +330,13 @@ def _rows_dropped_inside_a_chunk() -> None:
 def _cache_everything() -> None:
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 
-    from adapters.vllm_engine import patches
+    from adapters.vllm_engine.worker import patches
 
     setattr(KVCacheCoordinator.cache_blocks, patches._MARK, True)
 
 
 def _no_rewind() -> None:
-    from adapters.vllm_engine import patches
+    from adapters.vllm_engine.worker import patches
 
     patches.rewind_discarded_draws = lambda runner: None
 

@@ -21,8 +21,9 @@ from safetensors.torch import load_file
 
 from adapters.contract import EngineBlocked, EngineDead, EngineError, EngineTimeout, SamplingParams, Version
 from adapters.hf_convert.manifest import manifest_of
-from adapters.vllm_engine import buckets, messages, shared_memory
-from adapters.vllm_engine.local import LocalEngine
+from adapters.vllm_engine.client.local import LocalEngine
+from adapters.vllm_engine.memory import buckets, shared_memory
+from adapters.vllm_engine.process import messages
 
 from . import faults
 from .conftest import drawn, make_requests, next_version, run, settings_for
@@ -223,7 +224,7 @@ def cell_id(cell: tuple[str, str]) -> str:
 
 def environment_is_clean() -> None:
     """No file of this process's engines beyond the served version's buckets."""
-    from adapters.vllm_engine.leftovers import memory_directory
+    from adapters.vllm_engine.memory.leftovers import memory_directory
 
     left = list(memory_directory().glob(f"tether-weights-{os.getpid()}-*"))
     assert not left, left

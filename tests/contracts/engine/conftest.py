@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from adapters.contract import GenerationRequest, GenerationResult, SamplingParams, Version
-from adapters.vllm_engine.disaggregated import DisaggregatedEngine
-from adapters.vllm_engine.launch import PROCESS
-from adapters.vllm_engine.local import LocalEngine
+from adapters.vllm_engine.client.launch import PROCESS
+from adapters.vllm_engine.client.local import LocalEngine
+from adapters.vllm_engine.disaggregated.engine import DisaggregatedEngine
 from adapters.vllm_engine.settings import EngineSettings
 from tests.tiny import write_olmoe, write_ouro
 

@@ -93,7 +93,7 @@ def wrap_workers() -> None:
     """Wraps `LiveWeights`; the last worker breaks."""
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
-    from adapters.vllm_engine.weights import LiveWeights
+    from adapters.vllm_engine.worker.weights import LiveWeights
 
     staged: list[Any] = []
 
@@ -126,10 +126,10 @@ def _stage_label(bucket: Any) -> str:
 
 def wrap_engine() -> None:
     """Wraps what runs in the engine process: begin, verify, cache reset, replies, steps."""
-    from adapters.vllm_engine import messages
-    from adapters.vllm_engine.core import Core
-    from adapters.vllm_engine.publication import Publication
-    from adapters.vllm_engine.service import Service
+    from adapters.vllm_engine.process import messages
+    from adapters.vllm_engine.process.core import Core
+    from adapters.vllm_engine.process.publication import Publication
+    from adapters.vllm_engine.process.service import Service
 
     calls = {
         messages.Begin: "begin",
@@ -175,7 +175,7 @@ def wrap_engine() -> None:
 
 def wrap_transfers() -> None:
     """Wraps the start of a read, once the connector is imported."""
-    from adapters.vllm_engine.nixl_connector import WorkerSide
+    from adapters.vllm_engine.process.nixl_connector import WorkerSide
 
     read = WorkerSide._read_blocks
 
@@ -199,7 +199,7 @@ def fork_workers() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    from adapters.vllm_engine import process
+    from adapters.vllm_engine.process import main as process
 
     global _worker
     options = list(arguments or [])

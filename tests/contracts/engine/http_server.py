@@ -7,8 +7,8 @@ import signal
 import subprocess
 from typing import Any
 
-from adapters.vllm_engine.http_engine import HttpEngine
-from adapters.vllm_engine.http_settings import HttpSettings, server_command
+from adapters.vllm_engine.http.engine import HttpEngine
+from adapters.vllm_engine.http.settings import HttpSettings, server_command
 from adapters.vllm_engine.settings import EngineSettings
 from tests.ports import free_port
 

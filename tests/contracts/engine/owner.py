@@ -12,8 +12,8 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from adapters.contract import Version
-from adapters.vllm_engine import forkserver
-from adapters.vllm_engine.local import LocalEngine
+from adapters.vllm_engine.client import forkserver
+from adapters.vllm_engine.client.local import LocalEngine
 
 
 class OwnServer(forkserver._Client):
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> None:
     os.environ.pop("PYTEST_CURRENT_TEST", None)
     forkserver._server = OwnServer()
     parallel = int(arguments[3]) if arguments[3:] else 1
-    module = "tests.contracts.engine.faults" if parallel > 1 else "adapters.vllm_engine.process"
+    module = "tests.contracts.engine.faults" if parallel > 1 else "adapters.vllm_engine.process.main"
     engine = LocalEngine(settings_for(model, log, tensor_parallel=parallel), module=module)
     engine.publish(Version(1, 1), load_file(model / "model.safetensors"))
     report.with_suffix(".new").write_text(str(engine.pid))

@@ -28,8 +28,8 @@ from adapters.contract import (
     Version,
     sample_requests,
 )
-from adapters.vllm_engine.fleet import Worker
-from adapters.vllm_engine.router import Router
+from adapters.vllm_engine.disaggregated.fleet import Worker
+from adapters.vllm_engine.disaggregated.router import Router
 
 from . import faults
 from .conftest import drawn, make_requests, next_version, run, start_engine

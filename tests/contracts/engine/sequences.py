@@ -31,7 +31,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from safetensors.torch import load_file
 
 from adapters.contract import EngineDead, GenerationResult, PublicationRefused, SamplingParams, Version
-from adapters.vllm_engine.local import LocalEngine
+from adapters.vllm_engine.client.local import LocalEngine
 from benchmarks import record
 from tests.tiny import write_ouro
 

@@ -16,8 +16,9 @@ import msgspec
 import pytest
 
 from adapters.contract import GenerationRequest, SamplingParams, Version, sample_requests
-from adapters.vllm_engine import messages, transports
-from adapters.vllm_engine.router import Router
+from adapters.vllm_engine.disaggregated import transports
+from adapters.vllm_engine.disaggregated.router import Router
+from adapters.vllm_engine.process import messages
 from tests.tiny import OURO_CONFIG
 
 from . import pd_cells

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from adapters.contract import EngineDead, EngineStartFailed, EngineTimeout, Manifest, PublicationRefused, Version
 from adapters.hf_convert.manifest import manifest_of
-from adapters.vllm_engine.http_engine import HttpEngine
-from adapters.vllm_engine.http_settings import HttpSettings, server_command
+from adapters.vllm_engine.http.engine import HttpEngine
+from adapters.vllm_engine.http.settings import HttpSettings, server_command
 from tests.ports import free_port
 from tests.tiny import write_ouro
 

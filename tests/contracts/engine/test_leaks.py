@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from adapters.vllm_engine.leftovers import memory_directory
+from adapters.vllm_engine.memory.leftovers import memory_directory
 
 from .conftest import make_requests, next_version, run
 

@@ -130,7 +130,7 @@ def test_publication_with_requests_in_flight(
 
 def test_shared_memory_holds_the_served_version_and_room_for_the_next(engine: Any, weights: Tensors) -> None:
     """A publication writes over the files of the version before the one that is served; a refused one leaves none."""
-    from adapters.vllm_engine.leftovers import memory_directory
+    from adapters.vllm_engine.memory.leftovers import memory_directory
 
     def buckets() -> set[Path]:
         return set(memory_directory().glob(f"tether-weights-{os.getpid()}-*"))

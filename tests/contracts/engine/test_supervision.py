@@ -20,9 +20,10 @@ from adapters.contract import (
     PluginMissing,
     SamplingParams,
 )
-from adapters.vllm_engine import forkserver, leftovers
-from adapters.vllm_engine.local import LocalEngine
-from adapters.vllm_engine.process import environment
+from adapters.vllm_engine.client import forkserver
+from adapters.vllm_engine.client.local import LocalEngine
+from adapters.vllm_engine.memory import leftovers
+from adapters.vllm_engine.process.main import environment
 from tests.tiny import write_ouro
 from tether.recovery import MAX_RESTARTS, with_restarts
 

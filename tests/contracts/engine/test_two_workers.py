@@ -12,9 +12,10 @@ import pytest
 from safetensors.torch import load_file
 
 from adapters.contract import EngineDead, EngineTimeout
-from adapters.vllm_engine import forkserver, leftovers
-from adapters.vllm_engine.local import LocalEngine
-from adapters.vllm_engine.process import environment
+from adapters.vllm_engine.client import forkserver
+from adapters.vllm_engine.client.local import LocalEngine
+from adapters.vllm_engine.memory import leftovers
+from adapters.vllm_engine.process.main import environment
 
 from . import faults
 from .conftest import drawn, make_requests, next_version, run, settings_for

@@ -14,7 +14,7 @@ import torch
 
 def coin() -> None:
     """Every router takes random experts where it may choose, with the probabilities that the live scores give them."""
-    from adapters.vllm_engine.experts import ExpertRouting
+    from adapters.vllm_engine.worker.experts import ExpertRouting
 
     force = ExpertRouting._force
 
@@ -35,8 +35,8 @@ def coin() -> None:
 
 def coin_without_replay() -> None:
     """Recomputed and scored tokens choose anew."""
-    from adapters.vllm_engine.experts import ExpertRouting
-    from adapters.vllm_engine.records import Records
+    from adapters.vllm_engine.worker.experts import ExpertRouting
+    from adapters.vllm_engine.worker.records import Records
 
     coin()
     ExpertRouting.begin = lambda self, step, unknown: None  # type: ignore[method-assign]
@@ -51,7 +51,7 @@ def coin_without_replay() -> None:
 
 def coin_with_rows_of_other_slots() -> None:
     """A cached prefix gets the rows of slots beside its own."""
-    from adapters.vllm_engine.records import CacheRows
+    from adapters.vllm_engine.worker.records import CacheRows
 
     coin()
     read = CacheRows.read
@@ -60,7 +60,7 @@ def coin_with_rows_of_other_slots() -> None:
 
 def coin_without_cache_rows() -> None:
     """Nobody writes down what cached tokens ran."""
-    from adapters.vllm_engine.records import CacheRows
+    from adapters.vllm_engine.worker.records import CacheRows
 
     coin()
     CacheRows.write = lambda self, slots, values: None  # type: ignore[method-assign]
@@ -68,7 +68,7 @@ def coin_without_cache_rows() -> None:
 
 def coin_with_layers_exchanged() -> None:
     """The captured experts of the layers change places."""
-    from adapters.vllm_engine.experts import ExpertRouting
+    from adapters.vllm_engine.worker.experts import ExpertRouting
 
     coin()
     end = ExpertRouting.end

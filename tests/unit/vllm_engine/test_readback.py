@@ -9,8 +9,8 @@ from vllm.model_executor.layers import utils
 
 from adapters.hf_convert.blocks import Blocks
 from adapters.hf_convert.digest import partial_digest, render_digest, tensor_digest
-from adapters.vllm_engine import packed, patches
-from adapters.vllm_engine.packed import PackedLinear
+from adapters.vllm_engine.worker import packed, patches
+from adapters.vllm_engine.worker.packed import PackedLinear
 
 ROWS = (1, 2, 3, 5, 8, 17, 33, 64, 65)
 SHAPES = ((128, 128), (384, 128), (72, 352), (1, 128), (1024, 512))  # [out, in]; odd ones do not fill oneDNN's blocks

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from adapters.contract import EngineDead, GenerationRequest, GenerationResult, SamplingParams, Version, sample_requests
-from adapters.vllm_engine import messages
-from adapters.vllm_engine.fleet import Fleet, Worker, with_role
-from adapters.vllm_engine.router import MAX_ATTEMPTS, Router
+from adapters.vllm_engine.disaggregated.fleet import Fleet, Worker, with_role
+from adapters.vllm_engine.disaggregated.router import MAX_ATTEMPTS, Router
+from adapters.vllm_engine.process import messages
 from adapters.vllm_engine.settings import EngineSettings
 
 SERVED = Version(1, 1)
@@ -65,7 +65,7 @@ class Bench:
         self, monkeypatch: pytest.MonkeyPatch, *, prefill: int = 1, decode: int = 1, seats: int = 4, cache: int = 10_000
     ) -> None:
         monkeypatch.setattr(
-            "adapters.vllm_engine.router.zmq.Poller",
+            "adapters.vllm_engine.disaggregated.router.zmq.Poller",
             lambda: type("NoSockets", (), {"register": lambda *_: None, "poll": lambda *_: []})(),
         )
         common = EngineSettings(model=Path("m"), log_path=Path("l"), max_model_len=256, max_num_seqs=seats)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from adapters.vllm_engine.model_interface import TraceLayout
-from adapters.vllm_engine.records import CacheRows, Records
+from adapters.vllm_engine.worker.model_interface import TraceLayout
+from adapters.vllm_engine.worker.records import CacheRows, Records
 
 LAYOUT = TraceLayout(kind="experts", least=0, most=7, row_shape=(2, 2))
 
@@ -60,7 +60,7 @@ def test_packed_experts_are_read_back_bitwise(dtype: torch.dtype) -> None:
     """Packing moves elements and nothing else; a weight that was never packed does not pass for a packed one."""
     from vllm._custom_ops import cpu_prepack_moe_weight
 
-    from adapters.vllm_engine.experts import _unpack
+    from adapters.vllm_engine.worker.experts import _unpack
 
     plain = torch.randn(3, 64, 96, generator=torch.Generator().manual_seed(0)).to(dtype)
     plain[0, 0, :4] = torch.tensor([0.0, -0.0, 1e-40, -1e-40]).to(dtype)

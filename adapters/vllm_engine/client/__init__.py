@@ -1,0 +1,1 @@
+"""The client's side of one engine process: started, spoken to, supervised, published to."""

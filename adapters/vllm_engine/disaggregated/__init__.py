@@ -1,0 +1,1 @@
+"""An engine of several processes, some for prompts and some for answers."""

@@ -1,0 +1,1 @@
+"""A vLLM server that somebody else started."""
