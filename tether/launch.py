@@ -154,7 +154,7 @@ class Supervisor:
                 return 128 + signal.SIGTERM
             # A session of its own: a Ctrl-C reaches this process alone, which passes it on to the workers once.
             self._process = subprocess.Popen(
-                [*self._launcher, *arguments], env=environment, start_new_session=True, preexec_fn=_end_with_parent
+                [*self._launcher, *arguments], env=environment, start_new_session=True, preexec_fn=end_with_parent
             )
         return self._process.wait()
 
@@ -178,7 +178,7 @@ def _trainers(pid: int) -> list[int]:
     return workers or [pid]
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Between fork and exec: the kernel sends SIGTERM when the supervisor dies, however it does."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 

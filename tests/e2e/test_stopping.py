@@ -81,12 +81,12 @@ def test_a_time_limit_ends_a_run_whole(tmp_path: Path) -> None:
 def launch(
     model: Path, data: Path, out: Path, *arguments: str, own: tuple[str, ...] = (), name: str = ""
 ) -> subprocess.Popen[bytes]:
-    """`python -m tether.launch` on a tiny model, its output going to OUT.NAME.log."""
+    """`python -m tether.launch` on a tiny model, its output going to OUTNAME.log."""
     command = [sys.executable, "-m", "tether.launch", *own, "--model", str(model), "--data", str(data)]
     command += ["--out", str(out), *arguments, *TWO]
     for setting in ("prompts_per_update=2", "max_new_tokens=8", "lr=1e-3", "group_size=4"):
         command += ["--set", setting]
-    with out.with_suffix(f"{name}.log").open("a") as log:
+    with out.with_name(f"{out.name}{name}.log").open("a") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
@@ -95,7 +95,7 @@ def ended(process: subprocess.Popen[bytes], out: Path, name: str = "") -> str:
         code = process.wait(timeout=400)
     finally:
         process.terminate()
-    text = out.with_suffix(f"{name}.log").read_text()
+    text = out.with_name(f"{out.name}{name}.log").read_text()
     assert code == 0, text
     return text
 

@@ -11,6 +11,7 @@ from adapters.vllm_engine.http.engine import HttpEngine
 from adapters.vllm_engine.http.settings import HttpSettings, server_command
 from adapters.vllm_engine.settings import EngineSettings
 from tests.ports import free_port
+from tether.launch import end_with_parent
 
 START_SECONDS = 600.0
 """A server and its engine core each import everything."""
@@ -24,7 +25,12 @@ class RunningServer:
         self.url = f"http://127.0.0.1:{port}"
         with open(settings.log_path, "ab") as log:
             self.process = subprocess.Popen(
-                command, stdout=log, stderr=log, env={**os.environ, **environment}, start_new_session=True
+                command,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **environment},
+                start_new_session=True,
+                preexec_fn=end_with_parent,
             )
 
     def stop(self, number: int = signal.SIGTERM) -> None:
