@@ -9,6 +9,7 @@ another room's types depends on it.
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import tokenize
 from collections.abc import Iterator
@@ -52,8 +53,13 @@ def sources() -> dict[str, str]:
     }
 
 
-def imports(module: str, source: str, *, is_package: bool = False) -> Iterator[str]:
+@functools.cache
+def imports(module: str, source: str, *, is_package: bool = False) -> tuple[str, ...]:
     """Dotted names that a module imports, wherever the statement stands. `from a import b` counts as a and as a.b."""
+    return tuple(_imports(module, source, is_package=is_package))
+
+
+def _imports(module: str, source: str, *, is_package: bool) -> Iterator[str]:
     package = module if is_package else module.rpartition(".")[0]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):

@@ -44,7 +44,7 @@ def test_ls(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     head, zero, one = tool(capsys, "ls", copied).splitlines()
     assert head.split() == ["checkpoint", "state", "version", "format", "optimizer", "layout", "size", "written"]
     assert zero.startswith(
-        "iter_0000000  complete          (2, 0)   reshardable  distributed  tensor=1 expert=1 data=1"
+        "iter_0000000  complete          (2, 0)   reshardable  distributed  tensor=1 expert=1 expert_tensor=1 data=1"
     )
     assert one.startswith("iter_0000001  complete, latest  (2, 1)")
     next((copied / "checkpoints" / "iter_0000001").glob("*.distcp")).unlink()
