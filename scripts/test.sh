@@ -11,6 +11,10 @@ export OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1
 # This checkout's code in every process, whichever one the environment was installed from.
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 
+# Two tests at a time, in the order of the files; what belongs together stays together (tests/conftest.py).
+workers=()
+if "$python" -c 'import xdist' 2>/dev/null; then workers=(-n "${TEST_WORKERS:-2}" --dist loadgroup --no-loadscope-reorder); fi
+
 # A style fault fails the run at its end, so that one run shows everything and pytest's summary comes last.
 style=0
 if "$python" -m ruff --version >/dev/null 2>&1; then "$python" -m ruff check . || style=1; fi
@@ -18,4 +22,4 @@ case " $* " in
   *" -m "*) marks=() ;;
   *) marks=(-m "not slow and not gpu") ;;
 esac
-"$python" -m pytest ${marks[@]+"${marks[@]}"} "$@" && exit $style
+"$python" -m pytest ${workers[@]+"${workers[@]}"} ${marks[@]+"${marks[@]}"} "$@" && exit $style

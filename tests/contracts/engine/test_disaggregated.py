@@ -22,7 +22,7 @@ from adapters.vllm_engine.process import messages
 from tests.tiny import OURO_CONFIG
 
 from . import pd_cells
-from .conftest import MODELS, drawn, make_requests, run
+from .conftest import MODELS, drawn, make_requests, run, start_engine
 
 BLOCK = 32
 CELLS = [("prefill", "kill"), ("read", "kill"), ("commit, decode0", "exception"), ("settle, prefill0", "kill")]
@@ -61,6 +61,22 @@ def test_results_are_those_of_the_local_engine(stood: pd_cells.Stand, local: Any
     if execution is None:  # later the prompts' full blocks are in the decode worker's cache
         assert [r.kv_bytes for r in ours] == [kv_bytes(len(r.prompt_token_ids)) for r in requests]
     assert {r.kv_bytes for r in theirs} == {0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_bf16(model: str, tmp_path: Path) -> None:
+    """In bf16 too: a CPU computes a row alike in every batch, so that nothing but the hand-over could differ."""
+    path = MODELS[model](tmp_path / "model", seed=0)
+    found = {}
+    for kind in ("local", "1P1D"):
+        with start_engine(kind, path, tmp_path / kind, dtype="bfloat16") as engine:
+            found[kind] = run(engine, make_requests("bf16"))
+    ours, theirs = found["1P1D"], found["local"]
+    off = [abs(a - b) for o, t in zip(ours, theirs, strict=True) for a, b in zip(o.logprobs, t.logprobs, strict=True)]
+    print(f"{model} bf16: {len(off)} log-probs, largest difference {max(off):.1e}")
+    assert all(result.kv_bytes > 0 for result in ours)
+    assert drawn(ours) == drawn(theirs)
 
 
 def test_one_prefill_serves_all_samples_of_a_prompt(stood: pd_cells.Stand, local: Any) -> None:
