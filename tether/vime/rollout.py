@@ -187,8 +187,8 @@ def start_engine(args: Any) -> Engine:
     """The engine that `tether_engine` says. Raises what its constructor does."""
     kind = str(getattr(args, "tether_engine", "local"))
     if "://" in kind:
-        from adapters.vllm_engine.http_engine import HttpEngine
-        from adapters.vllm_engine.http_settings import HttpSettings
+        from adapters.vllm_engine.http.engine import HttpEngine
+        from adapters.vllm_engine.http.settings import HttpSettings
 
         directory = getattr(args, "tether_engine_directory", None)
         return HttpEngine(
@@ -200,12 +200,12 @@ def start_engine(args: Any) -> Engine:
             )
         )
     if kind == "local":
-        from adapters.vllm_engine.local import LocalEngine
+        from adapters.vllm_engine.client.local import LocalEngine
 
         return LocalEngine(engine_settings(args, "engine"))
     if (counts := re.fullmatch(r"(\d+)\+(\d+)", kind)) is None:
         raise ValueError(f"tether_engine: got {kind!r}, expected local, PREFILL+DECODE such as 1+2, or a server's URL")
-    from adapters.vllm_engine.disaggregated import DisaggregatedEngine
+    from adapters.vllm_engine.disaggregated.engine import DisaggregatedEngine
 
     return DisaggregatedEngine(
         prefill=[engine_settings(args, f"prefill{i}") for i in range(int(counts[1]))],
