@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from adapters.clock import Clock
 from adapters.contract import Version
 from adapters.vllm_engine.client.local import LocalEngine
-from adapters.vllm_engine.client.offers import Clock
 from adapters.vllm_engine.memory.staging import Staging
 from adapters.vllm_engine.settings import EngineSettings
 from benchmarks import record

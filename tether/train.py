@@ -12,11 +12,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from adapters.clock import Clock
 from adapters.contract import EngineError, derive_seed
 from tether import evaluate, saving, start
 from tether.diagnose import unreplayed_difference
@@ -202,19 +202,6 @@ def exhaust(tensors: Any) -> None:
     """Takes part in the gathers that are left: a rank that leaves early strands the others until their deadline."""
     for _ in tensors:
         pass
-
-
-class Clock:
-    """Seconds of consecutive phases."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def lap(self, name: str) -> None:
-        """Ends a phase that began with the one before."""
-        now = time.perf_counter()
-        self.seconds[name], self._last = round(now - self._last, 4), now
 
 
 if __name__ == "__main__":

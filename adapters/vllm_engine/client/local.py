@@ -8,18 +8,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 
+from adapters.clock import Clock
 from adapters.contract import (
     GenerationRequest,
     GenerationResult,
     Health,
     ScoreRequest,
     ScoreResult,
-    Version,
     distinct_ids,
 )
 from adapters.vllm_engine.client.connection import Connection
 from adapters.vllm_engine.client.launch import PROCESS
-from adapters.vllm_engine.client.offers import Clock, InFlight, Offer, PublishingEngine
+from adapters.vllm_engine.client.offers import InFlight, Offer, PublishingEngine
 from adapters.vllm_engine.memory import leftovers
 from adapters.vllm_engine.memory.staging import store_for
 from adapters.vllm_engine.process import messages
@@ -47,12 +47,6 @@ class LocalEngine(PublishingEngine):
         if removed := leftovers.remove_abandoned():
             logger.info("removed what killed processes left behind: %s", sorted(str(path) for path in removed))
         self._connection = Connection(settings, module)
-
-    def __enter__(self) -> LocalEngine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def pid(self) -> int:
@@ -105,9 +99,6 @@ class LocalEngine(PublishingEngine):
         if self._committed is not None:
             self._transact(self._committed, "drain", Clock())
         logger.warning("the engine was restarted as pid %d", self.pid)
-
-    def weight_version(self) -> Version:
-        return self.health().version
 
     def health(self) -> Health:
         return self._connection.call(messages.GetHealth, Health)

@@ -5,14 +5,14 @@ How an offer reaches the workers is the engine's own (`_transact`).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Literal, Self
 
 import msgspec
 import torch
 
-from adapters.contract import EngineDead, EngineTimeout, Manifest, PublishReport, TensorSpec, Version
+from adapters.clock import Clock
+from adapters.contract import EngineDead, EngineTimeout, Health, Manifest, PublishReport, TensorSpec, Version
 from adapters.vllm_engine.memory.buckets import Bucket, BucketStore
 
 InFlight = Literal["drain", "abort"]
@@ -31,12 +31,27 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PublishingEngine:
-    """The half of an engine that publishes. Not for use from several threads."""
+    """The half of an engine that publishes, and its life as a context manager. Not for use from several threads."""
 
     def __init__(self, store: BucketStore) -> None:
         self._store = store
         self._committed: Offer | None = None
         self._interrupted: Offer | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def health(self) -> Health:
+        raise NotImplementedError
+
+    def weight_version(self) -> Version:
+        return self.health().version
 
     def _transact(self, offered: Offer, in_flight: InFlight, clock: Clock) -> None:
         """Makes every worker serve the offer, or leaves all of them as they were. Raises what `publish` does."""
@@ -113,15 +128,3 @@ class PublishingEngine:
         if self._interrupted is not None:
             self._store.remove(self._interrupted.buckets)
         self._interrupted = None
-
-
-class Clock:
-    """Seconds of consecutive phases."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self.seconds[name], self._last = now - self._last, now

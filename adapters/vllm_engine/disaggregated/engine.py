@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 
+from adapters.clock import Clock
 from adapters.contract import (
     EngineDead,
     EngineTimeout,
@@ -22,7 +23,7 @@ from adapters.contract import (
     distinct_ids,
 )
 from adapters.vllm_engine.client.launch import PROCESS
-from adapters.vllm_engine.client.offers import Clock, InFlight, Offer, PublishingEngine
+from adapters.vllm_engine.client.offers import InFlight, Offer, PublishingEngine
 from adapters.vllm_engine.disaggregated import transports
 from adapters.vllm_engine.disaggregated.fleet import Fleet, Worker, check_alike
 from adapters.vllm_engine.disaggregated.joint import JointTransaction
@@ -66,12 +67,6 @@ class DisaggregatedEngine(PublishingEngine):
         self._router = Router(self._fleet)
         self._joint = JointTransaction(self._fleet, self._router)
         self._unread: set[str] = set()
-
-    def __enter__(self) -> DisaggregatedEngine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def workers(self) -> list[Worker]:
@@ -162,9 +157,6 @@ class DisaggregatedEngine(PublishingEngine):
         if self._committed is not None:
             self._joint.run(self._committed, "drain", Clock())
         logger.warning("restarted %d of %d workers", len(bad), len(self.workers))
-
-    def weight_version(self) -> Version:
-        return self.health().version
 
     def health(self) -> Health:
         """The state of the whole, and of each worker. It serves while a worker of each role does.

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from adapters.clock import Clock
 from adapters.contract import (
     EngineBlocked,
     EngineDead,
@@ -22,7 +23,7 @@ from adapters.contract import (
     PublicationFailed,
     PublicationRefused,
 )
-from adapters.vllm_engine.client.offers import Clock, InFlight, Offer
+from adapters.vllm_engine.client.offers import InFlight, Offer
 from adapters.vllm_engine.disaggregated.fleet import Fleet, Worker
 from adapters.vllm_engine.disaggregated.router import Router
 from adapters.vllm_engine.process import messages

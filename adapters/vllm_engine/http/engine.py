@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from adapters.clock import Clock
 from adapters.contract import (
     EngineDead,
     EngineStartFailed,
@@ -28,7 +29,7 @@ from adapters.contract import (
     Version,
     distinct_ids,
 )
-from adapters.vllm_engine.client.offers import Clock, InFlight, Offer, PublishingEngine
+from adapters.vllm_engine.client.offers import InFlight, Offer, PublishingEngine
 from adapters.vllm_engine.http.client import Server
 from adapters.vllm_engine.http.messages import Attach, CheckPolicy, Facts, GetCounters, Take
 from adapters.vllm_engine.http.requests import Sent
@@ -73,12 +74,6 @@ class HttpEngine(PublishingEngine):
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> HttpEngine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def pid(self) -> int:
