@@ -4,6 +4,7 @@ Own settings are attributes of the arguments, put into the file of the framework
 
     tether_engine            "local" (a vLLM process here), "1+2" (prefill and decode processes), or a server's URL
     tether_execution         how much of the model a token runs, such as "early:0.9:2:4"; the checkpoint's own if absent
+    tether_engine_devices    "5" or "5,6,7": CUDA devices that its processes share evenly; the first ones if absent
     tether_engine_directory  for a server elsewhere: a directory that it sees too
     tether_kv_cache_bytes    memory of the KV cache; by default vLLM's share of the device, 64 MiB on CPU
     tether_deadline_seconds  longest wait for any answer of the engine
@@ -33,13 +34,12 @@ from adapters.contract import (
 )
 from tether.data import load_tokenizer
 from tether.prepare import stop_token_ids
+from tether.vime.about import ABOUT
 from tether.vime.arguments import ModelFacts, facts_of
 from tether.vime.replay import DEPTHS, LENGTHS
 from tether.vime.session import Session
 from tether.vime.weights import CommittedWeights, where_weights_come
 
-ABOUT = "tether"
-"""Key of a sample's metadata that holds what this module did."""
 CPU_CACHE_BYTES = 64 << 20
 _IGNORED = {"skip_special_tokens", "no_stop_trim", "spaces_between_special_tokens", "max_new_tokens"}
 """Of the framework's sampling parameters: they say how text is made, which is made here from the tokens."""
@@ -202,30 +202,41 @@ def start_engine(args: Any) -> Engine:
     if kind == "local":
         from adapters.vllm_engine.client.local import LocalEngine
 
-        return LocalEngine(engine_settings(args, "engine"))
+        return LocalEngine(engine_settings(args, "engine", 0, 1))
     if (counts := re.fullmatch(r"(\d+)\+(\d+)", kind)) is None:
         raise ValueError(f"tether_engine: got {kind!r}, expected local, PREFILL+DECODE such as 1+2, or a server's URL")
     from adapters.vllm_engine.disaggregated.engine import DisaggregatedEngine
 
-    return DisaggregatedEngine(
-        prefill=[engine_settings(args, f"prefill{i}") for i in range(int(counts[1]))],
-        decode=[engine_settings(args, f"decode{i}") for i in range(int(counts[2]))],
-    )
+    prefill, decode = int(counts[1]), int(counts[2])
+    names = [f"prefill{i}" for i in range(prefill)] + [f"decode{i}" for i in range(decode)]
+    workers = [engine_settings(args, name, place, len(names)) for place, name in enumerate(names)]
+    return DisaggregatedEngine(prefill=workers[:prefill], decode=workers[prefill:])
 
 
-def engine_settings(args: Any, name: str) -> Any:
-    """One engine process of a run."""
+def engine_settings(args: Any, name: str, place: int, count: int) -> Any:
+    """The engine process at `place` of `count`.
+
+    Raises:
+        ValueError: the devices cannot be shared evenly.
+    """
     from adapters.vllm_engine.settings import EngineSettings
 
     logs = Path(getattr(args, "save", None) or ".") / "tether_logs"
     logs.mkdir(parents=True, exist_ok=True)
+    devices = tuple(int(each) for each in str(getattr(args, "tether_engine_devices", "")).split(",") if each)
+    each = len(devices) // count
+    if each * count != len(devices):
+        raise ValueError(
+            f"tether_engine_devices: got {devices!r}, expected a multiple of {count}, the engine's processes"
+        )
     size = getattr(args, "tether_kv_cache_bytes", None) or (None if torch.cuda.is_available() else CPU_CACHE_BYTES)
     return EngineSettings(
         model=Path(args.hf_checkpoint).resolve(),
         log_path=(logs / f"{name}.log").resolve(),
         max_model_len=_context(args),
         dtype=_dtype(args),
-        tensor_parallel=getattr(args, "rollout_num_gpus_per_engine", None) or 1,
+        devices=devices[place * each : (place + 1) * each],
+        tensor_parallel=max(each, 1),
         kv_cache_bytes=size,
         deadline_seconds=_deadline(args),
     )

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from adapters.megatron.advantages import group_advantages
+from tether.vime.about import ABOUT
 from tether.vime.arguments import ModelFacts, facts_of
 from tether.vime.replay import DEPTHS, LENGTHS
 
@@ -21,6 +22,10 @@ GROUPED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
 """The framework's estimators whose rewards are relative to their group."""
 SCALED = ("grpo", "gspo", "cispo")
 """Of those, the ones that divide by the group's standard deviation, if --grpo-std-normalization is left on."""
+
+
+_versions: list[str] = []
+"""The newest weights of each rollout that this process has converted."""
 
 
 def convert_samples(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
@@ -31,7 +36,9 @@ def convert_samples(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
 
     Raises:
         ValueError: samples whose record, log-probs or mask do not fit their tokens; the first ten, in one message.
+        RuntimeError: training goes on, but the weights that draw the samples stay the same.
     """
+    _refuse_stale(args, samples)
     facts = facts_of(args)
     rows = [_row(args, facts, sample) for sample in samples]
     if problems := [f"sample {i}: {text}" for i, row in enumerate(rows) for text in row["problems"]]:
@@ -59,6 +66,21 @@ def convert_samples(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
     if all(getattr(sample, "train_metadata", None) is not None for sample in samples):
         data["metadata"] = [sample.train_metadata for sample in samples]
     return data
+
+
+def _refuse_stale(args: Any, samples: Sequence[Any]) -> None:
+    """A framework without an engine of its own publishes nothing, and says so in a line of its log only."""
+    drawn = {about["version"] for sample in samples if (about := (sample.metadata or {}).get(ABOUT))}
+    if not drawn or getattr(args, "debug_rollout_only", False):
+        return
+    _versions.append(max(drawn, key=lambda text: tuple(map(int, text.split(".")))))
+    most = getattr(args, "update_weights_interval", None) or 1
+    if len(_versions) > most and len(set(_versions[-most - 1 :])) == 1:
+        raise RuntimeError(
+            f"weights {_versions[-1]} have drawn {most + 1} rollouts in a row, expected {most} at most "
+            "(--update-weights-interval): nothing was published after training. The framework publishes only while it "
+            "has an engine of its own (--rollout-num-gpus 1 is enough)"
+        )
 
 
 def _row(args: Any, facts: ModelFacts, sample: Any) -> dict[str, Any]:

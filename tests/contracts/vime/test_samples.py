@@ -92,6 +92,27 @@ def test_aborted_and_empty_samples(make_args: Callable[..., Any]) -> None:
     assert [side["execution_depths"].tolist() for side in data["multimodal_train_inputs"]][3:5] == [[4, 4, 1], [4, 1]]
 
 
+def test_weights_that_do_not_change(make_args: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rollouts drawn by the weights before, though training went on: the framework has published nothing."""
+    from tether.vime import samples
+
+    monkeypatch.setattr(samples, "_versions", [])
+
+    def convert(version: str, **overrides: Any) -> None:
+        tether.vime.convert_samples(make_args(**overrides), [sample(0, metadata={"tether": {"version": version}})])
+
+    for version in ("1.9", "1.10", "1.11"):
+        convert(version)
+    with pytest.raises(RuntimeError, match="weights 1.11 have drawn 2 rollouts in a row"):
+        convert("1.11")
+    convert("1.12", update_weights_interval=2)
+    convert("1.12", update_weights_interval=2)
+    with pytest.raises(RuntimeError, match="drawn 3 rollouts"):
+        convert("1.12", update_weights_interval=2)
+    for _ in range(3):
+        convert("1.12", debug_rollout_only=True)
+
+
 def test_experts(make_args: Callable[..., Any]) -> None:
     """Rows of input tokens, as the framework pads them; without its flag they are left out."""
     rows = torch.tensor([[[0, 1], [6, 7]]] * 4, dtype=torch.int32)
