@@ -140,8 +140,11 @@ def _refused(args: Any, facts: ModelFacts) -> Iterator[str]:
         yield "--use-routing-replay: got it without --use-rollout-routing-replay, expected both: rollouts are replayed"
     if getattr(args, "use_rollout_routing_replay", False) and not facts.has_experts:
         yield "--use-rollout-routing-replay: the model has no experts"
-    if facts.has_experts and (getattr(args, "expert_tensor_parallel_size", None) or 1) != 1:
-        yield f"--expert-tensor-parallel-size: got {args.expert_tensor_parallel_size!r}, expected 1"
+    if (getattr(args, "expert_tensor_parallel_size", None) or 1) != 1:
+        yield (
+            f"--expert-tensor-parallel-size: got {args.expert_tensor_parallel_size!r}, expected 1 (Megatron's default is "
+            "the tensor-parallel size)"
+        )
 
 
 def _layout_problems(args: Any, facts: ModelFacts) -> list[str]:

@@ -53,6 +53,7 @@ def model_flags(facts: ModelFacts) -> list[str]:
         "--kv-channels": c.head_dim,
         "--seq-length": c.max_position_embeddings,
         "--max-position-embeddings": c.max_position_embeddings,
+        "--expert-tensor-parallel-size": 1,  # Megatron's default is the tensor-parallel size, with or without experts
         "--vocab-size": c.vocab_size,
         "--make-vocab-size-divisible-by": 1,
         "--norm-epsilon": c.rms_norm_eps,
@@ -75,7 +76,6 @@ def model_flags(facts: ModelFacts) -> list[str]:
             "--moe-aux-loss-coeff": 0.0,
             "--moe-router-load-balancing-type": "none",
             "--moe-token-dispatcher-type": "alltoall",
-            "--expert-tensor-parallel-size": 1,
         }
     return [*(str(word) for item in sizes.items() for word in item), *switches, *LOCAL]
 

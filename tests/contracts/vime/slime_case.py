@@ -85,7 +85,7 @@ def flags(case: Case, folder: Path, *, out: Path) -> list[str]:
         --attention-dropout 0 --hidden-dropout 0 --transformer-impl local --attention-backend unfused --no-rope-fusion
         --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-masked-softmax-fusion --no-persist-layer-norm
         --no-gradient-accumulation-fusion --tensor-model-parallel-size {case.tensor} --distributed-backend gloo
-        --expert-model-parallel-size {case.expert} --optimizer adam --lr 1e-2 --lr-decay-style constant
+        --expert-model-parallel-size {case.expert} --expert-tensor-parallel-size 1 --optimizer adam --lr 1e-2 --lr-decay-style constant
         --weight-decay 0.0 --adam-eps 1e-2 --advantage-estimator grpo --custom-config-path {folder}/config.yaml
         --update-weight-transport disk --update-weight-disk-dir {out}/weights
         --custom-model-provider-path tether.vime.model_provider --custom-megatron-init-path tether.vime.init
@@ -102,7 +102,7 @@ def flags(case: Case, folder: Path, *, out: Path) -> list[str]:
     return f"""{text}
         --ffn-hidden-size 64 --moe-ffn-hidden-size 64 --num-experts 8 --moe-router-topk 2 --moe-router-pre-softmax
         --moe-aux-loss-coeff 0 --moe-router-load-balancing-type none --moe-token-dispatcher-type alltoall
-        --expert-tensor-parallel-size 1 --use-rollout-routing-replay --calculate-per-token-loss
+        --use-rollout-routing-replay --calculate-per-token-loss
     """.split()
 
 

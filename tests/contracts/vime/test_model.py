@@ -180,14 +180,14 @@ def test_disagreements_are_told_together(arguments: Callable[..., Any], monkeypa
     wrong = {
         "num_layers": 12, "rotary_base": 10000, "padded_vocab_size": 384, "pipeline_model_parallel_size": 2,
         "context_parallel_size": 2, "recompute_granularity": "selective", "fp16": True, "moe_aux_loss_coeff": 0.1,
-        "use_routing_replay": True,
+        "use_routing_replay": True, "expert_tensor_parallel_size": 2,
     }  # fmt: skip
     with pytest.raises(ValueError) as caught:
         build(monkeypatch, arguments("olmoe", **{**wrong, "rotary_base": 1000000}))
     text = str(caught.value)
     for part in ("--num-layers: got 12, expected 2", "--rotary-base", "--padded-vocab-size: got 384",
                  "pipeline parallel", "context parallel", "--recompute-granularity", "fp16", "--moe-aux-loss-coeff",
-                 "--use-routing-replay"):  # fmt: skip
+                 "--use-routing-replay", "--expert-tensor-parallel-size: got 2"):  # fmt: skip
         assert part in text, part
     framework.provide_arguments(monkeypatch, arguments("ouro"))
     for stage in ({"pre_process": False}, {"post_process": False}, {"vp_stage": 0}):
