@@ -142,8 +142,8 @@ def _refused(args: Any, facts: ModelFacts) -> Iterator[str]:
         yield "--use-rollout-routing-replay: the model has no experts"
     if (getattr(args, "expert_tensor_parallel_size", None) or 1) != 1:
         yield (
-            f"--expert-tensor-parallel-size: got {args.expert_tensor_parallel_size!r}, expected 1 (Megatron's default is "
-            "the tensor-parallel size)"
+            f"--expert-tensor-parallel-size: got {args.expert_tensor_parallel_size!r}, expected 1 (Megatron's own "
+            "default is the tensor-parallel size)"
         )
 
 

@@ -135,8 +135,8 @@ def wire_of(args: Any, name: str) -> Wire:
     Raises:
         ValueError: a text that is no action of this wire.
     """
-    default = LearningSettings.__dataclass_fields__[f"trip_{name}"].default
-    wire = Wire.parse(f"trip_{name}", getattr(args, f"tether_trip_{name}", default))
+    setting = f"trip_{name}"
+    wire = Wire.parse(setting, str(getattr(args, f"tether_{setting}", getattr(LearningSettings, setting))))
     return replace(wire, action="stop") if wire.action == "skip" else wire
 
 

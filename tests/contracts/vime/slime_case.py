@@ -85,7 +85,8 @@ def flags(case: Case, folder: Path, *, out: Path) -> list[str]:
         --attention-dropout 0 --hidden-dropout 0 --transformer-impl local --attention-backend unfused --no-rope-fusion
         --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-masked-softmax-fusion --no-persist-layer-norm
         --no-gradient-accumulation-fusion --tensor-model-parallel-size {case.tensor} --distributed-backend gloo
-        --expert-model-parallel-size {case.expert} --expert-tensor-parallel-size 1 --optimizer adam --lr 1e-2 --lr-decay-style constant
+        --expert-model-parallel-size {case.expert} --expert-tensor-parallel-size 1
+        --optimizer adam --lr 1e-2 --lr-decay-style constant
         --weight-decay 0.0 --adam-eps 1e-2 --advantage-estimator grpo --custom-config-path {folder}/config.yaml
         --update-weight-transport disk --update-weight-disk-dir {out}/weights
         --custom-model-provider-path tether.vime.model_provider --custom-megatron-init-path tether.vime.init
