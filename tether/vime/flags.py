@@ -34,7 +34,7 @@ LOCAL = (
 )
 """The model brings its own layers: nothing is asked of Transformer Engine or apex."""
 OWN = "tether_"
-"""How the names of our own settings begin; see `rollout` and `hooks`."""
+"""How the names of our own settings begin; see `engines` and `hooks`."""
 
 
 def hook_flags() -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from tether.vime.arguments import read_facts
-from tether.vime.rollout import CPU_CACHE_BYTES
+from tether.vime.engines import CPU_CACHE_BYTES
 
 
 def command(arguments: argparse.Namespace) -> tuple[list[str], dict[str, str]]:

@@ -107,13 +107,26 @@ def flags(case: Case, folder: Path, *, out: Path) -> list[str]:
     """.split()
 
 
-def run(stage: str, case: Case, folder: Path, *, out: Path, mutate: str = "", deadline_seconds: float = 500) -> str:
-    """Runs a stage on all ranks; its findings are in OUT/STAGE.pt. Returns the ranks' output if one failed, or ""."""
+def run(
+    stage: str,
+    case: Case,
+    folder: Path,
+    *,
+    out: Path,
+    mutate: str = "",
+    words: list[str] | None = None,
+    deadline_seconds: float = 500,
+) -> str:
+    """Runs a stage on all ranks, with slime's flags for the case or other `words`; its findings are in OUT/STAGE.pt.
+
+    Returns:
+        The ranks' output if one failed, or "".
+    """
     out.mkdir(exist_ok=True)
     interpreter = os.environ.get("TETHER_SLIME_PYTHON", sys.executable)
     command = [interpreter, "-m", "tests.contracts.vime.slime_process", stage, "--folder", str(folder)]
     command += ["--out", str(out / f"{stage}.pt"), "--mutate", mutate, "--deadline", str(deadline_seconds)]
-    command += ["--", *flags(case, folder, out=out)]
+    command += ["--", *(words or flags(case, folder, out=out))]
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     paths = [str(REPOSITORY), os.environ["TETHER_SLIME"], os.environ.get("TETHER_MEGATRON", "")]
     shared = {"PYTHONPATH": ":".join(filter(None, paths)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}

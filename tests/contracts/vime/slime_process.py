@@ -229,6 +229,20 @@ def _by_place(data: dict[str, Any]) -> list[tuple[int, list[float]]]:
     return [(place, values.tolist()) for place, values in zip(data["partition"], data["log_probs"], strict=True)]
 
 
+def parse(folder: Path, flags: list[str]) -> dict[str, Any]:
+    """slime's parser on a launch script's flags: what became of them, by the names of the hooks' arguments."""
+    from slime.utils.arguments import parse_args
+
+    from tether.vime.arguments import check_arguments, facts_of
+    from tether.vime.flags import HOOKS
+
+    sys.argv = ["train.py", *flags, "--debug-train-only"]
+    args = parse_args()
+    check_arguments(args, facts_of(args))
+    names = [flag.removeprefix("--").replace("-", "_") for flag in HOOKS]
+    return {name: getattr(args, name) for name in (*names, "load", "tether_execution", "update_weight_transport")}
+
+
 def look(folder: Path, flags: list[str]) -> dict[str, Any]:
     """Loads the checkpoint, scores a rollout, walks the weights; trains nothing."""
     from slime.backends.megatron_utils.data import get_data_iterator
@@ -278,7 +292,12 @@ def _gathered(scores: list[tuple[int, list[float]]]) -> dict[int, list[float]]:
     return dict(pair for rank in every for pair in rank)
 
 
-STAGES: dict[str, Callable[[Path, list[str]], dict[str, Any]]] = {"look": look, "train": train, "resume": resume}
+STAGES: dict[str, Callable[[Path, list[str]], dict[str, Any]]] = {
+    "parse": parse,
+    "look": look,
+    "train": train,
+    "resume": resume,
+}
 
 
 def main() -> None:
@@ -300,9 +319,10 @@ def main() -> None:
 
         getattr(mutations, arguments.mutate)()
     found = STAGES[arguments.stage](arguments.folder, flags)
-    if torch.distributed.get_rank() == 0:
+    if int(os.environ["RANK"]) == 0:
         torch.save(found, arguments.folder / arguments.out)
-    torch.distributed.barrier()
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
 
 
 if __name__ == "__main__":

@@ -187,6 +187,31 @@ def test_wrong_hooks_are_noticed(mutation: str, case: Case, seen: str, folders: 
         assert off >= 100 * SAME_SCORES
 
 
+@pytest.mark.parametrize("model", ["ouro", "olmoe"])
+def test_the_parser_takes_what_a_launch_script_gives(model: str, folders: Any, tmp_path: Path) -> None:
+    """slime's own parser on `vime.sh --print`, and the provider's comparison of what it made of it."""
+    (tmp_path / "data.jsonl").write_text("{}")
+    script = REPOSITORY / "examples" / model / "vime.sh"
+    command = [
+        script,
+        os.environ["TETHER_SLIME"],
+        folders(model) / "model",
+        tmp_path / "data.jsonl",
+        tmp_path / "out",
+        3,
+    ]
+    command += ["--gpus", 8, "--set", "tether_execution=full", "--print"]
+    environment = {**os.environ, "PYTHON": sys.executable}
+    printed = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=120)
+    assert printed.returncode == 0, printed.stderr
+    words = printed.stdout.split("\n")[2:-1]
+    assert not (output := run("parse", Case(model), folders(model), out=tmp_path / "parsed", words=words)), output
+    parsed = torch.load(tmp_path / "parsed" / "parse.pt", weights_only=False)
+    assert parsed.pop("load") == str(folders(model) / "model"), "a fresh run starts from the model"
+    assert (parsed.pop("tether_execution"), parsed.pop("update_weight_transport")) == ("full", "disk")
+    assert all(path.startswith("tether.vime.") for path in parsed.values())
+
+
 HOOKS = {
     "test_plugin_path_loading_contracts.py": {},
     "test_plugin_generate_contracts.py": {},
