@@ -61,13 +61,14 @@ def test_two_ranks_do_what_one_does(folder: Path, layout: str, count: str) -> No
 def test_every_normaliser_is_global(folder: Path, layout: str, name: str) -> None:
     """Losses by sequence, with an entropy bonus and a reference, and several steps of which the later ones clip."""
     one, two = (findings(folder, stage)["losses"][name] for stage in ("alone", layout))
-    print(f"{layout} {name}: loss {one['loss']:.8f} and {two['loss']:.8f}, clipped {one['clip_fraction']:.3f}")
+    print(f"{layout} {name}: loss {one['loss']:.8f}, {abs(one['loss'] - two['loss']):.1e} apart, "
+          f"norm {abs(one['grad_norm'] / two['grad_norm'] - 1):.1e}, clipped {one['clip_fraction']:.3f}")  # fmt: skip
     assert one.keys() == two.keys() and one["num_steps"] == (4 if "two" in name else 1)
-    # Halves of a projection round the scores by up to 2e-6, which a ratio and a KL take over; other cuts do not.
-    bound = 4e-6 if layout == "tensor_parallel" else 1e-6
-    assert abs(one["loss"] - two["loss"]) <= bound and one["num_tokens"] == two["num_tokens"]
-    # Adam's first steps are lr * sign(g): noise that differs in sign shows in the norms of later steps.
-    assert abs(one["grad_norm"] / two["grad_norm"] - 1) <= (bound if one["num_steps"] == 1 else 1e-5)
+    assert abs(one["loss"] - two["loss"]) <= 1e-6 and one["num_tokens"] == two["num_tokens"]
+    # Halves of a projection round activations otherwise (a norm of 27 moved by 1.1e-6 of it); after a step, noise that
+    # differs in sign shows too (`ranks.losses`).
+    bound = 1e-5 if one["num_steps"] > 1 else 2e-6 if layout == "tensor_parallel" else 1e-6
+    assert abs(one["grad_norm"] / two["grad_norm"] - 1) <= bound
     if "two" in name:
         assert 0 < one["clip_fraction"] < 1
     else:
