@@ -150,15 +150,16 @@ def speed(metrics: list[dict[str, Any]]) -> list[str]:
     """Charts of where time goes."""
     phases = [key for key in metrics[-1] if key.endswith(SECONDS)]
     names = {key: key.removesuffix(SECONDS) for key in phases}
-    rates = [
-        {"update": m["update"], "rate": m["num_response_tokens"] / m["rollout_seconds"]}
-        for m in metrics
-        if m.get("rollout_seconds") and "num_response_tokens" in m
-    ]
     return [
         bars(metrics, names, title="Seconds of an update"),
         lines(metrics, {"publish_seconds": "seconds"}, title="Publication"),
-        lines(rates, {"rate": "generated"}, title="Tokens a second in rollouts"),
+        lines(
+            metrics,
+            {"rollout_tokens_per_second": "generated", "train_tokens_per_second": "trained"},
+            title="Tokens a second",
+        ),
+        lines(metrics, {"train_flops_per_second": "all trainers"}, title="Model FLOP/s of training"),
+        lines(metrics, {"train_mfu": "share"}, title="Model FLOP/s of training, of the peak (share)"),
     ]
 
 

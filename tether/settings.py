@@ -129,6 +129,8 @@ class Settings(LearningSettings):
     """Also write metrics as TensorBoard event files, to OUT/tensorboard."""
     profile: str = ""
     """Updates to write a torch profiler trace of, START:STOP, to OUT/logs."""
+    peak_flops: float = 0.0
+    """Floating-point operations per second of one trainer device at its best, for train_mfu; 0 leaves that out."""
     prometheus_port: int = 0
     """Port of this machine at which the newest metrics are served for Prometheus; 0 serves none."""
     keep_last: int = 0
@@ -172,7 +174,7 @@ UNCONTRACTED = frozenset(
      "keep_rollouts", "keep_last", "keep_every",
      "async_save", "save_format",
      "stop_after_seconds", "diagnose", "eval_data", "eval_every", "eval_samples", "eval_pass_reward", "tensorboard",
-     "profile", "prometheus_port", "remote_code",
+     "profile", "peak_flops", "prometheus_port", "remote_code",
      "max_concurrent_samples", "kv_cache_bytes",
      "deadline_seconds"}
     | {name for name in LearningSettings.__dataclass_fields__ if name.startswith("trip_")}

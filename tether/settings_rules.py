@@ -52,6 +52,7 @@ def violations(s: Any) -> list[tuple[str, str]]:
             not s.overlap_param_gather or (s.overlap_grad_reduce and s.distributed_optimizer),
             "true only with overlap_grad_reduce and distributed_optimizer",
         ),
+        "peak_flops": (math.isfinite(s.peak_flops) and s.peak_flops >= 0, "a finite number >= 0"),
         "lr_floor": (0 <= s.lr_floor <= s.lr, "in [0, lr]"),
         "eval_data": (
             bool(s.eval_data) or s.eval_every == 0,

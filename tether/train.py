@@ -30,6 +30,7 @@ from tether.recovery import with_restarts
 from tether.settings import parse
 from tether.source import RolloutSource
 from tether.stopping import StopRequests
+from tether.throughput import rates, training_flops
 from tether.tripwires import TripwireStop, stop_if_asked
 
 if TYPE_CHECKING:
@@ -152,6 +153,7 @@ def one_update(run: Run) -> dict[str, Any]:
         clock.lap("diagnose_seconds")
     watch, trips = train_on(run.trainer, samples, metrics, wires=job.tripwires, watch=run.state.watch)
     clock.lap("train_seconds")
+    metrics["train_model_flops"] = training_flops(job, samples)
     # At once: whatever fails from here on, the trainer's weights are those of this update.
     run.state = replace(
         run.state, update=update, position=position, watch=watch, pending=None, metrics={**metrics, **clock.seconds}
@@ -162,6 +164,7 @@ def one_update(run: Run) -> dict[str, Any]:
     clock.lap("publish_seconds")
     metrics |= from_rank_zero(lambda: held_out(run, update))
     clock.lap("evaluate_seconds")
+    metrics |= rates(metrics | clock.seconds, job.settings)
     run.state = replace(run.state, metrics={**metrics, **clock.seconds, "save_seconds": None})
     stops = any(trip.action == "stop" for trip in trips)
     run.saver.poll()

@@ -88,6 +88,11 @@ def problem_of(rows: np.ndarray, config: OlmoeConfig) -> str | None:
     return None
 
 
+def passes(rows: Any, config: OlmoeConfig) -> np.ndarray:
+    """How often each input token ran every layer, [tokens], of a sample's rows: once."""
+    return np.ones(len(rows), np.int64)
+
+
 def describe(rows: np.ndarray, num_prompt_tokens: int, config: OlmoeConfig) -> dict[str, Any]:
     """What a line of OUT/rollouts says of a sample's trace: all of it, because a replay needs all."""
     return {"experts": base64.b64encode(rows.tobytes()).decode(), "experts_shape": list(rows.shape)}

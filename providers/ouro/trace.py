@@ -124,6 +124,11 @@ def rows_of(
     return loops
 
 
+def passes(rows: Any, config: OuroConfig) -> np.ndarray:
+    """How often each input token ran every layer, [tokens], of a sample's rows."""
+    return np.asarray(rows)
+
+
 def exit_depths(loops: np.ndarray, num_prompt_tokens: int, config: OuroConfig) -> list[int]:
     """One depth per generated token: the first was sampled from a full-depth state."""
     return [config.num_loops, *loops[num_prompt_tokens:].tolist()]

@@ -24,7 +24,8 @@ from tether.stored import find_checkpoint
 
 KEYS = {
     "update", "weight_version", "reward_mean", "loss", "grad_norm", "logprob_diff_mean", "logprob_diff_max",
-    "num_tokens", "rollout_seconds", "train_seconds", "publish_seconds", "save_seconds",
+    "num_tokens", "train_model_flops", "train_flops_per_second", "rollout_tokens_per_second", "rollout_seconds",
+    "train_seconds", "publish_seconds", "save_seconds",
 }  # fmt: skip
 ROLLOUT_KEYS = {
     "prompt_token_ids", "response_token_ids", "response", "logprobs", "exit_depths", "seed", "temperature",
