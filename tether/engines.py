@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 ENGINE_LOG, ENGINE_LOGS = "engine.log", "engine*.log"
 """The engine's log, and those of all workers of a disaggregated one: engine.prefill0.log and so on."""
+REFERENCE_LOG = "engine.reference.log"
 SMALLEST_CACHE_BYTES = 64 << 20
 DEVICE_SHARE = 0.9
 """Of a device's memory, for the engines on it, where nothing says how large their caches are."""
@@ -42,6 +43,15 @@ def start_engine(job: Job) -> AnyEngine:
 
     prefill, decode = worker_settings(job)
     return DisaggregatedEngine(prefill=prefill, decode=decode, transports_wanted=job.settings.transports)
+
+
+def start_reference_engine(job: Job) -> LocalEngine:
+    """Starts an engine that keeps the weights of the model's directory. Raises what its constructor does."""
+    from adapters.vllm_engine.client.local import LocalEngine
+
+    log = job.directory.logs.resolve() / REFERENCE_LOG
+    size = job.settings.kv_cache_bytes or max(cache_bytes(job), SMALLEST_CACHE_BYTES)
+    return LocalEngine(dataclasses.replace(engine_settings(job), log_path=log, kv_cache_bytes=size, staging="host"))
 
 
 def http_settings(job: Job) -> HttpSettings:

@@ -8,14 +8,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tether.settings import Settings
 
 if TYPE_CHECKING:
     from adapters.megatron.grpo import GrpoSettings
     from adapters.megatron.packing import TrainSample
-    from adapters.megatron.reference import ReferencePolicy
+
+
+class Reference(Protocol):
+    """The policy that a KL penalty holds on to: `adapters.megatron.reference`, or `tether.reference`."""
+
+    def score(self, samples: Sequence[TrainSample]) -> list[list[float]]:
+        """Its log-probs of every response token, by sample, on every rank. All ranks together."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +63,7 @@ def grpo_settings(s: Settings) -> GrpoSettings:
     )
 
 
-def to_learn(batch: Batch, s: Settings, reference: ReferencePolicy | None) -> tuple[list[TrainSample], dict[str, Any]]:
+def to_learn(batch: Batch, s: Settings, reference: Reference | None) -> tuple[list[TrainSample], dict[str, Any]]:
     """The samples with advantages, masks and reference log-probs, and the figures of a penalty. Collective."""
     from adapters.megatron.advantages import group_advantages
 

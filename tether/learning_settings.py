@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 KL_PLACES = ("loss", "reward")
+REFERENCE_SCORERS = ("trainer", "engine")
 TRUNCATED = ("count", "mask")
 
 PRESETS: dict[str, tuple[str, ...]] = {
@@ -48,6 +49,9 @@ class LearningSettings:
     """Where the KL penalty goes: loss, or reward (summed over the response, before advantages)."""
     kl_estimator: str = "k3"
     """Estimator of the KL penalty: k1 (in the reward only), k2 or k3."""
+    reference_scorer: str = "trainer"
+    """Who scores that model: trainer (a copy on the host, exchanged for its weights), or engine (another vLLM process
+    on the engine's device)."""
     entropy_bonus: float = 0.0
     """Weight of the policy's entropy, which is then computed exactly."""
     mini_batches: int = 1
@@ -108,6 +112,10 @@ def learning_violations(s: Any) -> list[tuple[str, str]]:
         "top_k": (s.top_k == 0, f"0: {whole}"),
         "kl": (math.isfinite(s.kl) and s.kl >= 0, "a finite number >= 0"),
         "kl_in": (s.kl_in in KL_PLACES, f"one of {', '.join(KL_PLACES)}"),
+        "reference_scorer": (
+            s.reference_scorer in (REFERENCE_SCORERS if s.kl else ("trainer",)),
+            f"one of {', '.join(REFERENCE_SCORERS)}; trainer when kl is 0, which needs no reference",
+        ),
         "truncated": (s.truncated in TRUNCATED, f"one of {', '.join(TRUNCATED)}"),
         "reward_timeout_seconds": (0 < s.reward_timeout_seconds < math.inf, "a finite number > 0"),
         "max_staleness": (s.max_staleness >= s.overlap_rollouts, "at least 1 with overlap_rollouts"),

@@ -36,6 +36,9 @@ def estimate(job: Job) -> Estimate:
     tensors = job.part("physical").physical_tensors(job.config).values()
     parameters = sum(prod(tensor.shape) for tensor in tensors)
     train, rollout = job.settings.train_devices, job.settings.rollout_devices
+    engine = {"weights": parameters * size // rollout, "cache": cache_bytes(job) // rollout}
+    if job.settings.reference_scorer == "engine":
+        engine["reference engine"] = sum(engine.values())
     optimizer = parameters * (8 if size == 4 else 12) // train
     return Estimate(
         trainer={
@@ -44,7 +47,7 @@ def estimate(job: Job) -> Estimate:
             "optimizer": optimizer,
             "activations": _activation_bytes(job, size),
         },
-        engine={"weights": parameters * size // rollout, "cache": cache_bytes(job) // rollout},
+        engine=engine,
     )
 
 

@@ -95,6 +95,7 @@ def prepare(arguments: RunArguments, *, is_main: bool = True) -> Job:
     making = _rollout(settings)
     grpo_settings(settings)
     _check_schedule(settings)
+    _check_reference(settings)
     more = parse_files(settings.more_data)
     _check_parallelism(settings, config, is_dry_run=arguments.dry_run)
     depth = _depth(settings, source, config)
@@ -171,6 +172,17 @@ def _check_schedule(s: Settings) -> None:
     )
     if problems:
         raise ValueError("settings:\n  " + "\n  ".join(problems))
+
+
+def _check_reference(s: Settings) -> None:
+    """Raises ValueError if two engines would each take most of a device."""
+    import torch
+
+    if s.reference_scorer == "engine" and not s.kv_cache_bytes and torch.cuda.is_available():
+        raise ValueError(
+            "kv_cache_bytes: got 0 with reference_scorer=engine on CUDA, expected the size of each engine's cache: "
+            "two of them share the device"
+        )
 
 
 def _rollout(settings: Settings) -> RolloutFunction:

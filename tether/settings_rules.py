@@ -43,7 +43,10 @@ def violations(s: Any) -> list[tuple[str, str]]:
         "transports": (bool(s.transports), "auto, or names separated by commas"),
         "weight_decay": (math.isfinite(s.weight_decay) and s.weight_decay >= 0, "a finite number >= 0"),
         "remote_code": (s.remote_code in REMOTE_CODE, f"one of {', '.join(REMOTE_CODE)}"),
-        "router_replay": (s.router_replay in REPLAYS, f"one of {', '.join(REPLAYS)}"),
+        "router_replay": (
+            s.router_replay in (REPLAYS if s.reference_scorer == "trainer" else ("rollout",)),
+            f"one of {', '.join(REPLAYS)}; rollout with reference_scorer=engine, which runs what the samples ran",
+        ),
         "balance_coefficient": (math.isfinite(s.balance_coefficient) and s.balance_coefficient >= 0, "finite, >= 0"),
         "router_z_coefficient": (math.isfinite(s.router_z_coefficient) and s.router_z_coefficient >= 0, "finite, >= 0"),
         "save_format": (s.save_format in SAVE_FORMATS, f"one of {', '.join(SAVE_FORMATS)}"),

@@ -11,22 +11,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adapters.contract import EngineError, derive_seed
-from tether.engines import ENGINE_LOGS, start_engine
+from tether.engines import ENGINE_LOGS, start_engine, start_reference_engine
 from tether.learn import grpo_settings
 from tether.memory import estimate
 from tether.prepare import Job
 from tether.progress import last_lines
 from tether.ranks import from_rank_zero, rank
 from tether.recovery import MAX_RESTARTS
+from tether.reference import EngineReference
 from tether.reward_process import Judge, RewardProcesses
 from tether.settings import settings_table
 from tether.sinks import Sinks
 
 if TYPE_CHECKING:
-    from adapters.megatron.reference import ReferencePolicy
     from adapters.megatron.routing import RouterSettings
     from adapters.megatron.trainer import Trainer
     from tether.engines import AnyEngine
+    from tether.learn import Reference
 
 logger = logging.getLogger(__name__)
 
@@ -48,14 +49,16 @@ def files(job: Job) -> None:
 
 
 @contextlib.contextmanager
-def launch_engine(job: Job) -> Iterator[Callable[[], AnyEngine | None]]:
-    """Starts the engine in the background, on rank 0; it is closed at the end.
+def launch_engine(
+    job: Job, starts: Callable[[Job], AnyEngine] = start_engine
+) -> Iterator[Callable[[], AnyEngine | None]]:
+    """Starts an engine in the background, on rank 0; it is closed at the end.
 
     Yields:
         A function that waits for the engine and returns it, None on other ranks. All ranks must call it together.
     """
     with ThreadPoolExecutor(1) as executor:
-        starting = executor.submit(start_engine, job) if rank() == 0 else None
+        starting = executor.submit(starts, job) if rank() == 0 else None
 
         def wait() -> AnyEngine | None:
             from_rank_zero(lambda: starting.result() and None)  # type: ignore[union-attr]
@@ -142,11 +145,18 @@ def sinks(job: Job, first_update: int) -> Sinks:
     return opened[0] if opened else Sinks(tensorboard=None, prometheus_port=0, first_update=first_update)
 
 
-def reference_policy(job: Job, trainer: Trainer) -> ReferencePolicy | None:
-    """The model that the run began with, when a KL penalty asks for it."""
+@contextlib.contextmanager
+def reference_policy(job: Job, trainer: Trainer) -> Iterator[Reference | None]:
+    """The model that the run began with, when a KL penalty asks for it. All ranks together."""
     from adapters.megatron.reference import ReferencePolicy
 
-    return ReferencePolicy(trainer, job.source) if job.settings.kl else None
+    if not job.settings.kl:
+        yield None
+    elif job.settings.reference_scorer == "trainer":
+        yield ReferencePolicy(trainer, job.source)
+    else:
+        with launch_engine(job, start_reference_engine) as wait_for_engine:
+            yield EngineReference(job, wait_for_engine())
 
 
 def router_settings(job: Job) -> RouterSettings:

@@ -35,8 +35,8 @@ from tether.tripwires import TripwireStop, stop_if_asked
 
 if TYPE_CHECKING:
     from adapters.contract import Engine
-    from adapters.megatron.reference import ReferencePolicy
     from adapters.megatron.trainer import Trainer
+    from tether.learn import Reference
     from tether.settings import RunArguments
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class Run:
     engine: Engine | None
     """None on every rank but 0."""
     rollouts: RolloutSource
-    reference: ReferencePolicy | None
+    reference: Reference | None
     """What a KL penalty holds on to; None without one."""
     state: saving.State
     saver: saving.Saver
@@ -100,7 +100,7 @@ def train(job: Job, stop: StopRequests) -> None:
         engine = wait_for_engine()
         judge = stack.enter_context(start.judge(job))
         rollouts = stack.enter_context(RolloutSource(job, engine=engine, judge=judge))
-        reference = start.reference_policy(job, trainer)
+        reference = stack.enter_context(start.reference_policy(job, trainer))
         sinks = stack.enter_context(start.sinks(job, state.update + 1))
         profiler = stack.enter_context(Profiler(parse_updates(job.settings.profile), job.directory.logs))
         saver = saving.Saver(job, trainer, resumed=state if job.arguments.resume else None)

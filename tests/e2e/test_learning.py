@@ -19,7 +19,13 @@ FEATURES = {
         "max_new_tokens=40",
         "depth=early:0.6:2:4",
     ],
-    "rewards": ["preset=rloo", "truncated=mask", "trip_grad_norm=skip:1.5", "trip_entropy=skip:0.01"],
+    "rewards": [
+        "preset=rloo",
+        "reference_scorer=engine",
+        "truncated=mask",
+        "trip_grad_norm=skip:1.5",
+        "trip_entropy=skip:0.01",
+    ],
 }
 
 

@@ -57,6 +57,11 @@ def test_parser_reads_everything() -> None:
         ("temperature=0", "temperature: got 0.0"),
         ("group_size=1", "group_size: got 1, expected an integer >= 2"),
         ("kl=-1", "kl: got -1.0, expected a finite number >= 0"),
+        (
+            "reference_scorer=engine",
+            "reference_scorer: got 'engine', expected one of trainer, engine; trainer when",
+        ),
+        ("peak_flops=-1", "peak_flops: got -1.0, expected a finite number >= 0"),
         ("kl_in=nowhere", "kl_in: got 'nowhere', expected one of loss, reward"),
         ("top_p=0.9", "top_p: got 0.9, expected 1: trained log-probs are over the whole vocabulary"),
         ("top_k=20", "top_k: got 20, expected 0: trained"),
