@@ -18,8 +18,7 @@ from tether.vime.engines import CPU_CACHE_BYTES
 
 def command(arguments: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     """What to run, and what its environment must have."""
-    from adapters.vllm_engine.http_settings import server_command
-
+    from adapters.vllm_engine.http.settings import server_command
     from adapters.vllm_engine.settings import EngineSettings
 
     config = read_facts(arguments.model).config

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,8 +25,10 @@ from adapters.contract import (
     Version,
 )
 from tests.contracts.vime.framework import Sample, Status
+from tests.ports import free_port
 from tests.tiny import write_ouro
-from tether.vime import publication, rollout, versions, weights
+from tether.launch import end_with_parent
+from tether.vime import publication, rollout, serve, versions, weights
 from tether.vime.arguments import read_facts
 from tether.vime.session import Session
 
@@ -188,13 +193,32 @@ def test_only_committed_weights_are_published(tmp_path: Path, tiny_ouro: Path) -
     assert sorted(path.name for path in tmp_path.glob("weight_v*")) == [f"weight_v00000{n}" for n in (2, 3, 4)]
 
 
+def start_server(model: Path, port: int, log: Path) -> subprocess.Popen[bytes]:
+    """What `python -m tether.vime.serve` runs."""
+    words = [str(model), "--host", "127.0.0.1", "--port", str(port), "--context", "40", "--dtype", "float32"]
+    command, environment = serve.command(serve.parse(words))
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            command,
+            stdout=file,
+            stderr=file,
+            env={**os.environ, **environment},
+            start_new_session=True,
+            preexec_fn=end_with_parent,
+        )
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["local", "1+1"])
+@pytest.mark.parametrize("kind", ["local", "1+1", "http"])
 def test_real_vllm(
     kind: str, make_args: Callable[..., Any], tmp_path: Path, tiny_ouro: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's samples carry seed, version and depths; committed weights change them; a seed draws the same again."""
     monkeypatch.setattr(versions, "_last_rollout", -1)
+    server = None
+    if kind == "http":
+        port = free_port()
+        kind, server = f"http://127.0.0.1:{port}", start_server(tiny_ouro, port, tmp_path / "server.log")
     args = make_args(
         tether_engine=kind, tether_execution="early:0.55:1:4", debug_rollout_only=False, tether_deadline_seconds=120,
         update_weight_transport="disk", update_weight_disk_keep_files=True, update_weight_disk_dir=str(tmp_path / "w"),
@@ -208,6 +232,9 @@ def test_real_vllm(
         later = draw(args, [Sample(index=i, tokens=list(p)) for i, p in enumerate(prompts)])
     finally:
         rollout.close_session()
+        if server is not None:
+            os.killpg(server.pid, signal.SIGTERM)
+            server.wait(timeout=60)
     assert [s.tokens for s in again] == [s.tokens for s in first]
     assert [s.rollout_log_probs for s in again] == [s.rollout_log_probs for s in first]
     assert len({s.weight_versions[0] for s in first}) == 1 and first[0].weight_versions != later[0].weight_versions

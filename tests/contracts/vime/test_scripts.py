@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import tether.vime
+from tether.vime import serve
 from tether.vime.arguments import read_facts
 from tether.vime.flags import HOOKS, model_flags, settings_of
 
@@ -102,3 +103,11 @@ def test_settings() -> None:
         ["tether_engine=1+2", "tether_kv_cache_bytes=1000", "tether_execution=early:0.9:2:4"]
     )
     assert got == {"tether_engine": "1+2", "tether_kv_cache_bytes": 1000, "tether_execution": "early:0.9:2:4"}
+
+
+def test_the_server_that_draws_samples(tiny_ouro: Path) -> None:
+    """`--serve` runs vLLM's own server with our worker, for the checkpoint's dtype unless told otherwise."""
+    words, environment = serve.command(serve.parse([str(tiny_ouro), "--port", "7", "--context", "40"]))
+    given = options(words)
+    assert given["--port"] == "7" and given["--max-model-len"] == "40" and given["--dtype"] == "float32"
+    assert given["--worker-extension-cls"].endswith("HttpWorker") and environment["VLLM_PLUGINS"] == "tether"
