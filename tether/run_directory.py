@@ -41,6 +41,10 @@ class RunDirectory:
         self.rollouts, self.checkpoints = path / "rollouts", path / "checkpoints"
         self.logs, self.hf, self.tensorboard = path / "logs", path / "hf", path / "tensorboard"
 
+    def trainer_log(self, rank: int) -> Path:
+        """The log of a trainer process."""
+        return self.logs / f"trainer_rank{rank}.log"
+
     def check_free(self) -> None:
         """Raises ValueError if OUT is a file or holds anything, another run above all.
 
@@ -52,8 +56,15 @@ class RunDirectory:
             return
         if self.run_file.exists():
             raise ValueError(f"{self.path}: holds another run; add --resume to go on with it, or choose another --out")
-        if self.path.is_dir() and (found := sorted(p.name for p in self.path.iterdir() if p.name != ".lock")):
+        if self.path.is_dir() and (found := self._foreign()):
             raise ValueError(f"{self.path}: not empty ({', '.join(found[:5])}); choose another --out")
+
+    def _foreign(self) -> list[str]:
+        """What OUT holds that is not of this start: its other processes open their logs whenever they come up."""
+        names = {path.name for path in self.path.iterdir()} - {".lock"}
+        if self.logs.is_dir() and all(path.match("trainer_rank*.log") for path in self.logs.iterdir()):
+            names -= {self.logs.name}
+        return sorted(names)
 
     def read_run(self) -> dict[str, Any]:
         """run.json of the run to resume.

@@ -7,7 +7,6 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adapters.contract import EngineError, derive_seed
@@ -40,7 +39,7 @@ def files(job: Job) -> None:
         job.directory.create({**paths, "settings": dataclasses.asdict(job.settings), "contract": job.contract})
     job.directory.logs.mkdir(parents=True, exist_ok=True)
     logging.basicConfig(
-        filename=trainer_log(job),
+        filename=job.directory.trainer_log(rank()),
         level=logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         force=True,
@@ -187,15 +186,11 @@ def export(job: Job) -> None:
 def failure_report(job: Job, error: Exception) -> str:
     """What went wrong, with the end of the engine's log if the engine is to blame, and where the traceback is."""
     who = "tether" if rank() == 0 else f"tether rank {rank()}"
-    lines = [f"{who}: {type(error).__name__}: {error}", f"(traceback in {trainer_log(job)}; --resume goes on)"]
+    log = job.directory.trainer_log(rank())
+    lines = [f"{who}: {type(error).__name__}: {error}", f"(traceback in {log}; --resume goes on)"]
     if isinstance(error, EngineError) and "the end of " not in str(error):
-        lines[1:1] = [last_lines(log) for log in sorted(job.directory.logs.glob(ENGINE_LOGS))]
+        lines[1:1] = [last_lines(each) for each in sorted(job.directory.logs.glob(ENGINE_LOGS))]
     return "\n".join(lines)
-
-
-def trainer_log(job: Job) -> Path:
-    """This process's log."""
-    return job.directory.logs / f"trainer_rank{rank()}.log"
 
 
 def dry_run_report(job: Job) -> str:

@@ -38,6 +38,17 @@ def test_a_run_directory_belongs_to_one_run(run: RunDirectory, tmp_path: Path) -
     RunDirectory(tmp_path / "new").check_free()
 
 
+def test_another_process_of_the_start_may_be_first(tmp_path: Path) -> None:
+    """Its log is in OUT when rank 0 looks; any other file there is not of this start."""
+    directory = RunDirectory(tmp_path / "run")
+    directory.logs.mkdir(parents=True)
+    directory.trainer_log(1).touch()
+    directory.check_free()
+    (directory.logs / "engine.log").touch()
+    with pytest.raises(ValueError, match=r"not empty \(logs\)"):
+        directory.check_free()
+
+
 def test_only_a_run_can_be_resumed(run: RunDirectory, tmp_path: Path) -> None:
     """A missing or damaged run.json is told apart."""
     assert run.read_run() == {"contract": {"lr": 1.0}}
