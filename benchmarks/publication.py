@@ -4,13 +4,15 @@
     python -m benchmarks.publication --device cuda --staging ipc             # Ouro-1.4B's shape, bf16
 
 A real engine on a random Ouro. Writes benchmarks/results/publication_{cpu,cuda_STAGING}.json: seconds by phase, beside
-two copies, tensor by tensor: into new memory (`Tensor.clone`, what a second copy of a state dict costs), and over
-memory that exists and is mapped (`Tensor.copy_`, the bandwidth of memory). On CPU with one thread.
+two copies, tensor by tensor: into new memory (what a second copy of a state dict costs), and over memory that exists
+and is mapped (`Tensor.copy_`, the bandwidth of memory). New memory is mapped for the copy on CPU, because what malloc
+gives may be memory that was used before, and `Tensor.clone` on CUDA. On CPU with one thread.
 """
 
 from __future__ import annotations
 
 import argparse
+import mmap
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -112,7 +114,7 @@ def one_round(engine: LocalEngine, weights: dict[str, torch.Tensor], update: int
         tensor.mul_(1.001)
     wait()
     clock = Clock()
-    copied = [tensor.clone() for tensor in weights.values()]
+    copied = [copy_to_new_memory(tensor) for tensor in weights.values()]
     wait()
     clock.lap("copy")
     for target, tensor in zip(copied, weights.values(), strict=True):
@@ -122,6 +124,13 @@ def one_round(engine: LocalEngine, weights: dict[str, torch.Tensor], update: int
     report = engine.publish(Version(1, update), weights)
     clock.lap("publish")
     return {**clock.seconds, **report.seconds}
+
+
+def copy_to_new_memory(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_cuda:
+        return tensor.clone()
+    memory = torch.frombuffer(mmap.mmap(-1, tensor.nbytes), dtype=tensor.dtype).view(tensor.shape)
+    return memory.copy_(tensor)
 
 
 def wait() -> None:
