@@ -129,8 +129,8 @@ def one_round(engine: LocalEngine, weights: dict[str, torch.Tensor], update: int
 def copy_to_new_memory(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_cuda:
         return tensor.clone()
-    memory = torch.frombuffer(mmap.mmap(-1, tensor.nbytes), dtype=tensor.dtype).view(tensor.shape)
-    return memory.copy_(tensor)
+    memory = mmap.mmap(-1, tensor.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # as malloc maps
+    return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 def wait() -> None:
