@@ -36,7 +36,7 @@ def start_engine(args: Any) -> Engine:
             HttpSettings(
                 url=kind,
                 directory=None if directory is None else Path(directory),
-                max_model_len=_context(args),
+                max_model_len=context_tokens(args),
                 deadline_seconds=_deadline(args),
             )
         )
@@ -74,7 +74,7 @@ def engine_settings(args: Any, name: str, place: int, count: int) -> Any:
     return EngineSettings(
         model=Path(args.hf_checkpoint).resolve(),
         log_path=(logs / f"{name}.log").resolve(),
-        max_model_len=_context(args),
+        max_model_len=context_tokens(args),
         dtype=_dtype(args),
         devices=devices[place * each : (place + 1) * each],
         tensor_parallel=max(each, 1),
@@ -83,11 +83,11 @@ def engine_settings(args: Any, name: str, place: int, count: int) -> Any:
     )
 
 
-def _context(args: Any) -> int:
+def context_tokens(args: Any) -> int:
     """Tokens of the longest sequence."""
     if getattr(args, "rollout_max_context_len", None):
         return args.rollout_max_context_len
-    if getattr(args, "rollout_max_prompt_len", None):
+    if getattr(args, "rollout_max_prompt_len", None) and getattr(args, "rollout_max_response_len", None):
         return args.rollout_max_prompt_len + args.rollout_max_response_len
     return facts_of(args).config.max_position_embeddings
 

@@ -24,7 +24,7 @@ from tether.data import load_tokenizer
 from tether.prepare import stop_token_ids
 from tether.vime.about import ABOUT
 from tether.vime.arguments import ModelFacts, facts_of
-from tether.vime.engines import start_engine
+from tether.vime.engines import context_tokens, start_engine
 from tether.vime.replay import DEPTHS, LENGTHS
 from tether.vime.session import Session
 from tether.vime.weights import CommittedWeights, where_weights_come
@@ -127,8 +127,8 @@ def _request(args: Any, sample: Any, given: Mapping[str, Any], evaluation: bool)
     about = sample.metadata.setdefault(ABOUT, {})
     about["attempt"] = about.get("attempt", -1) + 1
     sample.tokens = prompt = _prompt(args, sample)
-    limit = getattr(args, "rollout_max_context_len", None)
-    max_tokens = given["max_new_tokens"] if limit is None else min(given["max_new_tokens"], limit - len(prompt))
+    room = context_tokens(args) - len(prompt)
+    max_tokens = room if given["max_new_tokens"] is None else min(given["max_new_tokens"], room)
     if max_tokens < 1:
         return None
     parts = (

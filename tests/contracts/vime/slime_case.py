@@ -88,11 +88,12 @@ def flags(case: Case, folder: Path, *, out: Path) -> list[str]:
         --expert-model-parallel-size {case.expert} --expert-tensor-parallel-size 1
         --optimizer adam --lr 1e-2 --lr-decay-style constant
         --weight-decay 0.0 --adam-eps 1e-2 --advantage-estimator grpo --custom-config-path {folder}/config.yaml
-        --update-weight-transport disk --update-weight-disk-dir {out}/weights
+        --update-weight-transport disk --update-weight-disk-keep-files --update-weight-disk-dir {out}/weights
         --custom-model-provider-path tether.vime.model_provider --custom-megatron-init-path tether.vime.init
         --custom-megatron-before-log-prob-hook-path tether.vime.before_log_prob
         --custom-megatron-before-train-step-hook-path tether.vime.before_train_step
         --rollout-data-postprocess-path tether.vime.check_scores
+        --custom-generate-function-path tether.vime.generate
         --custom-convert-samples-to-train-data-path tether.vime.convert_samples
         --custom-update-weight-post-write-path tether.vime.after_publication
     """

@@ -12,6 +12,7 @@ Stages: `look`, `train`, `resume`, below.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import dataclasses
 import faulthandler
 import importlib.abc
@@ -243,6 +244,40 @@ def parse(folder: Path, flags: list[str]) -> dict[str, Any]:
     return {name: getattr(args, name) for name in (*names, "load", "tether_execution", "update_weight_transport")}
 
 
+def generate(folder: Path, flags: list[str]) -> dict[str, Any]:
+    """slime's own `generate_and_rm` with our hook, on an engine of our seam's; then its split into training data."""
+    from slime.rollout.sglang_rollout import GenerateState, generate_and_rm
+    from slime.utils.arguments import parse_args
+    from slime.utils.types import Sample
+
+    from tests.contracts.vime.test_rollout import Engine
+    from tether.vime import rollout
+
+    sys.argv = ["train.py", *flags, "--rollout-max-response-len", "6"]
+    args = parse_args()
+    args.sglang_server_concurrency, args.sglang_dp_size, args.rollout_num_gpus = 8, 1, 1
+    rollout.start_engine = lambda args: Engine({2: "length", 3: "abort"})
+    samples = [Sample(index=i, group_index=i // 2, prompt="t5 t6", reward=float(i % 2)) for i in range(4)]
+    params = GenerateState(args).sampling_params
+
+    async def draw() -> list[Any]:
+        return await asyncio.gather(*(generate_and_rm(args, sample, dict(params)) for sample in samples))
+
+    drawn = asyncio.run(draw())
+    rollout.close_session()
+    config = {"dp_size": 1, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
+    (ref,) = to_train_data(args, SimpleNamespace(train_parallel_config=config), drawn)
+    data = ref.inner
+    return {
+        "status": sorted(sample.status.name for sample in drawn),
+        "responses": {tuple(sample.response.split()) for sample in drawn},
+        "versions": {version for sample in drawn for version in sample.weight_versions},
+        "trained": sorted(int(mask.sum()) for mask in data["loss_masks"]),
+        "depths": [len(side["execution_depths"]) for side in data["multimodal_train_inputs"]],
+        "tokens": [len(tokens) for tokens in data["tokens"]],
+    }
+
+
 def look(folder: Path, flags: list[str]) -> dict[str, Any]:
     """Loads the checkpoint, scores a rollout, walks the weights; trains nothing."""
     from slime.backends.megatron_utils.data import get_data_iterator
@@ -294,6 +329,7 @@ def _gathered(scores: list[tuple[int, list[float]]]) -> dict[int, list[float]]:
 
 STAGES: dict[str, Callable[[Path, list[str]], dict[str, Any]]] = {
     "parse": parse,
+    "generate": generate,
     "look": look,
     "train": train,
     "resume": resume,

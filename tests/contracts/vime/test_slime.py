@@ -146,13 +146,13 @@ def test_trains_saves_publishes_and_resumes(case: Case, folders: Any, trained: A
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.world > 1], ids=lambda case: case.name)
 def test_layouts_agree(case: Case, folders: Any, trained: Any) -> None:
-    """Two ranks make the steps of one: weights differ by rounding, a thousandth of what the steps changed."""
+    """Two ranks make the steps of one: weights differ by rounding, a ten-thousandth of what the steps changed."""
     one, several = trained(Case(case.model))["train"], trained(case)["train"]
     start = stored(folders(case.model))
     moved = max(float((one["continued"][name] - start[name]).abs().max()) for name in start)
     off = max(float((several["continued"][name] - one["continued"][name]).abs().max()) for name in start)
     print(f"{case.name}: weights moved {moved:.1e}, differ from one rank's by {off:.1e}")
-    assert off <= 1e-3 * moved
+    assert off <= 1e-4 * moved
     for mine, other in zip(several["steps"], one["steps"], strict=True):
         assert mine["train/grad_norm"] == pytest.approx(other["train/grad_norm"], rel=1e-4)
         assert mine["train/loss"] == pytest.approx(other["train/loss"], rel=1e-4, abs=1e-6)
@@ -210,6 +210,17 @@ def test_the_parser_takes_what_a_launch_script_gives(model: str, folders: Any, t
     assert parsed.pop("load") == str(folders(model) / "model"), "a fresh run starts from the model"
     assert (parsed.pop("tether_execution"), parsed.pop("update_weight_transport")) == ("full", "disk")
     assert all(path.startswith("tether.vime.") for path in parsed.values())
+
+
+def test_slimes_own_rollout_takes_our_samples(folders: Any) -> None:
+    """Loaded and called by slime's `generate_and_rm` with its own sampling parameters, filled into its own samples."""
+    out = folders("ouro") / "generate"
+    assert not (output := run("generate", Case("ouro"), folders("ouro"), out=out)), output
+    found = torch.load(out / "generate.pt", weights_only=False)
+    assert found["status"] == ["ABORTED", "COMPLETED", "COMPLETED", "TRUNCATED"] and found["versions"] == {"3.1"}
+    assert ("t20", "t21", "t22", "t23") in found["responses"]
+    assert found["trained"][0] == 0 and min(found["trained"][1:]) == 4, "the aborted one is masked"
+    assert found["depths"] == found["tokens"]
 
 
 HOOKS = {
