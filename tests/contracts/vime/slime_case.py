@@ -29,10 +29,12 @@ class Case:
     world: int = 1
     tensor: int = 1
     expert: int = 1
+    bf16: bool = False
+    """As slime always trains; fp32 is for comparing exactly."""
 
     @property
     def name(self) -> str:
-        return f"{self.model}-{self.world}rank-tp{self.tensor}-ep{self.expert}"
+        return f"{self.model}-{self.world}rank-tp{self.tensor}-ep{self.expert}{'-bf16' * self.bf16}"
 
 
 def write_case(folder: Path, model: str) -> Path:
@@ -50,7 +52,9 @@ def write_case(folder: Path, model: str) -> Path:
         samples = [_sample(draw, model, index, *LENGTHS[index]) for index in range(len(LENGTHS))]
         (folder / f"samples_{rollout}.json").write_text(json.dumps(samples))
     # Wrong log-probs are recorded on purpose: a ratio of 1 would hide a sample's place in the batch.
-    (folder / "config.yaml").write_text("bf16: false\ntether_trip_score_difference: 'off'\n")
+    for bf16 in (True, False):
+        text = f"bf16: {str(bf16).lower()}\ntether_trip_score_difference: 'off'\n"
+        (folder / f"config_{bf16}.yaml").write_text(text)
     return path
 
 
@@ -87,7 +91,8 @@ def flags(case: Case, folder: Path, *, out: Path) -> list[str]:
         --no-gradient-accumulation-fusion --tensor-model-parallel-size {case.tensor} --distributed-backend gloo
         --expert-model-parallel-size {case.expert} --expert-tensor-parallel-size 1
         --optimizer adam --lr 1e-2 --lr-decay-style constant
-        --weight-decay 0.0 --adam-eps 1e-2 --advantage-estimator grpo --custom-config-path {folder}/config.yaml
+        --weight-decay 0.0 --adam-eps 1e-2 --advantage-estimator grpo
+        --custom-config-path {folder}/config_{case.bf16}.yaml
         --update-weight-transport disk --update-weight-disk-keep-files --update-weight-disk-dir {out}/weights
         --custom-model-provider-path tether.vime.model_provider --custom-megatron-init-path tether.vime.init
         --custom-megatron-before-log-prob-hook-path tether.vime.before_log_prob
