@@ -113,7 +113,8 @@ def _real_sequences(depths: Tensor, lengths: Tensor | None, boundaries: Tensor) 
 class ExpertReplay:
     """Experts of each token and layer, from the framework's queues (its flag --use-rollout-routing-replay).
 
-    A framework whose Megatron is patched makes a queue in every router; otherwise they are made here.
+    A framework whose Megatron is patched makes a queue in every router, which then replays by itself; otherwise they
+    are made and emptied here.
     """
 
     def __init__(self, *, num_layers: int, parallel: bool) -> None:
@@ -123,6 +124,7 @@ class ExpertReplay:
             len(self.queues) in (0, num_layers),
             f"RoutingReplay: got {len(self.queues)} queues, expected 0 or {num_layers}",
         )
+        self.by_routers = len(self.queues) > 0
         for _ in range(num_layers - len(self.queues)):
             module.RoutingReplay()
 
@@ -139,6 +141,8 @@ class ExpertReplay:
             return None
         if stage != "replay_forward":
             raise ValueError(f"ROUTING_REPLAY_STAGE: got {stage!r}, expected 'replay_forward' in a pass that replays")
+        if self.by_routers:
+            return None
         rows = torch.stack([queue.pop_forward() for queue in self.queues], 1).to(torch.int64)
         if self.parallel:
             rows = _gathered(rows)

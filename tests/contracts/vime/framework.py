@@ -162,6 +162,11 @@ def _writers() -> ModuleType:
     return module
 
 
+def routing_queue() -> Any:
+    """A queue as the framework's patched Megatron makes one in each router."""
+    return sys.modules[f"{PACKAGE}.utils.routing_replay"].RoutingReplay()  # type: ignore[attr-defined]
+
+
 def _routing() -> ModuleType:
     module = ModuleType("routing_replay")
 

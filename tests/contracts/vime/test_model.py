@@ -149,6 +149,30 @@ def test_experts_through_the_forward_step(
         assert torch.equal(model(**batch), free)
 
 
+def test_routers_that_replay_by_themselves(
+    arguments: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, routing: Any
+) -> None:
+    """Where the framework's Megatron has made the queues, its routers empty them: once, and not here too."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    own, made = TopKRouter.__init__, type(routing)()
+
+    def patched(self: Any, *given: Any, **named: Any) -> None:
+        own(self, *given, **named)
+        made.append(framework.routing_queue())
+
+    monkeypatch.setattr(TopKRouter, "__init__", patched)
+    model = loaded(monkeypatch, arguments("olmoe", use_rollout_routing_replay=True))
+    assert len(routing) == len(made) == 2
+    batch = micro_batch(samples_of("olmoe"), pad_to=16)
+    record(routing, samples_of("olmoe"), batch)
+    monkeypatch.setenv("ROUTING_REPLAY_STAGE", "replay_forward")
+    tether.vime.before_log_prob(None, [model], "")
+    with torch.no_grad():
+        model(**batch)
+    assert all(len(queue.recorded) == 1 for queue in routing)
+
+
 def test_misalignment_is_refused(arguments: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A sample without its record shifts every one behind it: never computed, whatever the padding hides."""
     model, samples = loaded(monkeypatch, arguments("ouro")), samples_of("ouro")
