@@ -118,12 +118,32 @@ class Connection:
             self.settings = settings
 
     def send(self, call: type[messages.Call], **fields: Any) -> int:
-        """Sends a call whose answer is taken with `answer`."""
+        """Sends a call whose answer is taken with `answer`.
+
+        Raises:
+            EngineDead, EngineTimeout: the process ended, or takes nothing for too long.
+        """
         self.check_alive()
         call_id = next(self._calls)
+        self._send(messages.encode(call(call_id=call_id, **fields)))
         self._answers[call_id] = None
-        self._socket.send(messages.encode(call(call_id=call_id, **fields)))
         return call_id
+
+    def _send(self, frame: bytes) -> None:
+        # A process that was killed may be gone from the socket before it counts as ended: a plain send waits for ever.
+        def sent() -> bool:
+            try:
+                self._socket.send(frame, zmq.NOBLOCK)
+            except zmq.Again:
+                return False
+            return True
+
+        if sent():
+            return
+        self.begin_wait()
+        while not sent():
+            self._socket.poll(POLL_MILLISECONDS, zmq.POLLOUT)
+            self.check_wait("room for a call")
 
     def post(self, call: type[messages.Call], **fields: Any) -> None:
         """Sends a call whose reply nobody waits for. Should it fail, the next `take_failure` raises it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -140,6 +141,33 @@ def test_a_killed_process_is_dead_and_comes_back_at_the_committed_version(alive:
     alive.restart()
     assert alive.weight_version() == version
     assert drawn(run(alive, make_requests("b", 2))) == expected
+
+
+def test_a_call_to_a_process_whose_end_is_not_known_yet_ends_too(alive: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed process leaves the socket before it counts as ended; a call in between is an error, and no hang."""
+    process, asked = alive._connection._process, []
+    poll = process.poll
+
+    def late() -> int | None:
+        asked.append(poll())
+        return asked[-1] if len(asked) > 5 else None
+
+    monkeypatch.setattr(process, "poll", late)
+    os.kill(process.pid, signal.SIGKILL)
+    assert gone_within(process.pid, 10)
+    time.sleep(0.5)  # the socket has noticed
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            alive.health()
+        except BaseException as error:
+            errors.append(error)
+
+    calling = threading.Thread(target=call, daemon=True)
+    calling.start()
+    calling.join(timeout=30)
+    assert [type(error) for error in errors] == [EngineDead] and len(asked) > 5, (errors, asked)
 
 
 def test_the_driver_goes_on_a_bounded_number_of_times(alive: Any, tiny_ouro: Path) -> None:
