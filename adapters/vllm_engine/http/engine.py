@@ -96,7 +96,8 @@ class HttpEngine(PublishingEngine):
             self._drop_unread()
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        sent = [self._running[r].sent_id for r in request_ids if r in self._running]
+        running = [self._running[r] for r in request_ids if r in self._running]
+        sent = [each.sent_id for each in running if not each.future.cancel()]  # the others still wait for a connection
         if sent:
             self._server.post("/abort_requests", {"request_ids": [INTERNAL_PREFIX + s for s in sent]})
 

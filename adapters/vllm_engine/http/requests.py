@@ -25,6 +25,8 @@ class Sent:
 
     def answer(self) -> Any:
         """The server's answer, or the ValueError by which it refused. Raises what `Server.post` raises otherwise."""
+        if self.future.cancelled():
+            return {"token_ids": [], "finish_reason": "abort"}
         try:
             return self.future.result()["choices"][0]
         except ValueError as error:

@@ -115,7 +115,7 @@ def test_publication_with_requests_in_flight(
     for mode in ("drain", "abort"):
         old = engine.weight_version()
         params = SamplingParams(max_tokens=60, ignore_eos=True)
-        count = 4 if mode == "drain" else 80  # to abort, more than a publication lets finish
+        count = 4 if mode == "drain" else 600  # to abort, far more than a publication lets finish
         stream = engine.generate(make_requests(mode, count, sampling=params) + make_requests(f"{mode}-short", 1))
         results = [next(stream)]
         engine.publish(next_version(engine), other_weights if mode == "drain" else weights, in_flight=mode)
