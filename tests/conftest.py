@@ -13,6 +13,7 @@ for name, value in {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_
     os.environ.setdefault(name, value)
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Which tests one worker of pytest-xdist runs in a row: those of a file, and all that run recipes.
 
