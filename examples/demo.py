@@ -12,6 +12,7 @@ A directory that is up to date is left alone. GRPO needs a policy that is someti
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import json
 import random
@@ -83,7 +84,17 @@ def main(demo: Demo) -> None:
 
 
 def build(demo: Demo, directory: Path) -> None:
-    """Makes `directory` hold the demo, unless it does already. Only an earlier demo is ever replaced."""
+    """Makes `directory` hold the demo, unless it does already. Only an earlier demo is ever replaced.
+
+    Of several recipes that start together one builds, and the others wait for it.
+    """
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with directory.with_name(f"{directory.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # let go by the kernel if the builder dies
+        _build(demo, directory)
+
+
+def _build(demo: Demo, directory: Path) -> None:
     digest, stamp = demo.sources_digest, directory / "demo.json"
     if stamp.is_file() and json.loads(stamp.read_text()).get("sources_digest") == digest:
         return

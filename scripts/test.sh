@@ -11,9 +11,9 @@ export OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1
 # This checkout's code in every process, whichever one the environment was installed from.
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 
-# Two tests at a time, in the order of the files; what belongs together stays together (tests/conftest.py).
+# Two files at a time, in their order.
 workers=()
-if "$python" -c 'import xdist' 2>/dev/null; then workers=(-n "${TEST_WORKERS:-2}" --dist loadgroup --no-loadscope-reorder); fi
+if "$python" -c 'import xdist' 2>/dev/null; then workers=(-n "${TEST_WORKERS:-2}" --dist loadfile --no-loadscope-reorder); fi
 
 # A style fault fails the run at its end, so that one run shows everything and pytest's summary comes last.
 style=0

@@ -13,17 +13,6 @@ for name, value in {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_
     os.environ.setdefault(name, value)
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks at the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Which tests one worker of pytest-xdist runs in a row: those of a file, and all that run recipes.
-
-    Fixtures of a module are then made once, and no two recipes build their demo model at the same time.
-    """
-    for item in items:
-        folder = item.path.relative_to(Path(__file__).parent).parts[0]
-        item.add_marker(pytest.mark.xdist_group("e2e" if folder == "e2e" else str(item.path)))
-
-
 @pytest.fixture(scope="session")
 def tiny_ouro(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny fp32 Ouro checkpoint at std 0.02, the one for exactness tests. Read only: other tests share it."""
