@@ -40,7 +40,7 @@ def build(
     sequence_parallel: bool | None = None,
     attention: AttentionKernel = sdpa_attention,
     logprob_chunk_rows: int = 2048,
-    dispatcher: str = "alltoall",
+    dispatcher: str | None = None,
     router: RouterSettings | None = None,
 ) -> Olmoe:
     """This rank's part of an OLMoE. Call after `runtime.initialize`; the weights are NaN until they are loaded.
@@ -53,7 +53,8 @@ def build(
             there are several: experts need it there.
         attention: the kernel; it sees query positions and sequence boundaries.
         logprob_chunk_rows: rows of logits alive at once.
-        dispatcher: how tokens reach the experts of other ranks, "alltoall" or "allgather".
+        dispatcher: how tokens reach the experts of other ranks, "alltoall" or "allgather". None is "allgather" where
+            experts are cut, "alltoall" elsewhere.
         router: the routers' losses, and which experts a training pass takes.
 
     Raises:
@@ -65,6 +66,13 @@ def build(
     if size > 1 and not sequence_parallel:
         problems.append(
             f"tensor_parallel {size} needs sequence_parallel: otherwise every rank would run every token's experts"
+        )
+    is_cut = parallel_state.get_expert_tensor_parallel_world_size() > 1
+    dispatcher = dispatcher or ("allgather" if is_cut else "alltoall")
+    if is_cut and dispatcher != "allgather":
+        problems.append(
+            f"dispatcher {dispatcher!r} with expert_tensor_parallel > 1 gathers unlike numbers of rows, "
+            "which gloo cannot do; choose allgather"
         )
     require(problems)
     shape = transformer_config(
