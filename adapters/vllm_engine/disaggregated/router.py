@@ -73,6 +73,13 @@ class Router:
         poller.poll(0 if buffered or self.results else POLL_MILLISECONDS)
         for worker in usable:
             self._read(worker)
+        self._check_placed()
+
+    def _check_placed(self) -> None:
+        """Raises RuntimeError if requests are nowhere: a fault of the router, which would wait for them for ever."""
+        if not self._queue and not self._ready and not any(worker.outstanding for worker in self._fleet.workers):
+            if nowhere := sorted(self._tasks):
+                raise RuntimeError(f"router: lost track of {len(nowhere)} request(s): {nowhere[:10]}")
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Ends requests with what they have. Those that were not sent yet end at once."""
@@ -141,15 +148,18 @@ class Router:
         """A worker was given up: what it said before counts, and the rest of what it had begins again."""
         self._take(worker)
         had, worker.outstanding, worker.held_tokens = list(worker.outstanding.values()), {}, 0
-        for entry in had:
-            if isinstance(entry, Task):
-                self._back(entry)
-        kept = [group for group in self._ready if group.prefill_worker is worker]
-        for group in [*(entry for entry in had if isinstance(entry, Group)), *kept]:
+        tasks = [entry for entry in had if isinstance(entry, Task)]
+        groups = [entry for entry in had if isinstance(entry, Group)]
+        groups += [group for group in self._ready if group.prefill_worker is worker]
+        for group in groups:
             group.prefill_worker = None  # requests that read from it are told so by their own worker
-            waiting, group.waiting = group.waiting, []
-            for task in waiting:
-                self._back(task)
+            tasks += group.waiting
+            group.waiting = []
+        for task in tasks:  # all of them first: those of one prompt begin again together
+            self._again(task)
+        for task in tasks:
+            self._stop_reading(task)
+        for group in groups:
             self._after_reading(group)
 
     def _ask(self, worker: Worker, name: str, entry: Group | Task, call: type[messages.Call], **fields: object) -> None:
@@ -217,7 +227,8 @@ class Router:
             elif isinstance(entry, Task) and isinstance(event, messages.Lost):
                 del worker.outstanding[event.request_id]
                 logger.warning("request %s: its prompt is computed again: %s", entry.request_id, event.reason)
-                self._back(entry)
+                self._again(entry)
+                self._stop_reading(entry)
         while results:
             result = results.popleft()
             task = worker.outstanding.pop(result.request_id, None)
@@ -242,14 +253,13 @@ class Router:
         task.group.num_read += 1
         self._stop_reading(task)
 
-    def _back(self, task: Task) -> None:
+    def _again(self, task: Task) -> None:
         """A request is to be done again, if it was not too often already."""
         if task.attempts >= MAX_ATTEMPTS:
             message = f"given up after {task.attempts} attempts, each of which lost a worker or its prompt"
             self._finish(task, task.ended("error", self.version, message))
         else:
             task.group.again.append(task)
-        self._stop_reading(task)
 
     def _stop_reading(self, task: Task) -> None:
         group, worker = task.group, task.worker
@@ -272,7 +282,8 @@ class Router:
         worker, handover, group.handover = group.prefill_worker, group.handover, None
         self._let_go(group)
         if group.again:
-            again = Group(prefill_id=f"{group.prefill_id}'", prompt=group.prompt, waiting=group.again)
+            name = f"{group.prefill_id.partition('+')[0]}+{next(self._calls)}"  # no two prefills of a prompt alike
+            again = Group(prefill_id=name, prompt=group.prompt, waiting=group.again)
             for task in group.again:
                 task.group, task.worker, task.arrived = again, None, False
             group.again = []

@@ -244,3 +244,43 @@ def test_aborted_requests_end_wherever_they_are(monkeypatch: pytest.MonkeyPatch)
     bench.arrive(decode, "g/0")
     assert len(prefill.connection.asked(messages.Release)) == 1, "one of two readers will never read"
     assert prefill.held_tokens == 0
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_samples_of_a_lost_worker_begin_again_together(monkeypatch: pytest.MonkeyPatch, role: str) -> None:
+    """Their prompt is computed once more, for all of them, and none is left out."""
+    bench = Bench(monkeypatch, prefill=2, decode=2)
+    bench.router.submit(sample_requests(request("a"), 4))
+    bench.router.pump()
+    lost = next(worker for worker in bench.fleet.prefill if worker.outstanding)
+    left = next(worker for worker in bench.fleet.prefill if worker is not lost)
+    if role == "decode":
+        bench.prefilled(lost)
+        bench.router.pump()
+        lost, left = next(worker for worker in bench.fleet.decode if worker.outstanding), lost
+        for _ in range(2):  # the first of them reads alone, then the others
+            bench.arrive(lost, *bench.decoding(lost))
+        assert len(lost.outstanding) == 4
+    lost.connection.dead = True
+    bench.router.pump()
+    bench.router.pump()
+    assert len(bench.prefilled(left)) == 1
+    done: list[str] = []
+    while len(done) < 4:
+        found = [(decode, name) for decode in bench.fleet.decode if decode.usable for name in bench.decoding(decode)]
+        assert found, done
+        for decode, name in found:
+            bench.arrive(decode, name)
+            bench.finish(decode, name)
+            done.append(name)
+    assert sorted(bench.results()) == sorted(done) and all(not r.error for r in bench.results().values())
+
+
+def test_a_request_that_is_nowhere_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault of the router ends in an error, not in waiting for ever."""
+    bench = Bench(monkeypatch)
+    bench.router.submit([request("a")])
+    bench.router.pump()
+    bench.fleet.prefill[0].outstanding.clear()
+    with pytest.raises(RuntimeError, match="lost track of 1 request"):
+        bench.router.pump()
