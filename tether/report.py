@@ -16,10 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from adapters.durable import replace_file
 from tether.data import load_tokenizer
 from tether.report_charts import bars, heat, lines, stacked
 from tether.report_samples import samples_table
-from tether.run_directory import RunDirectory, read_json_lines, replace_file
+from tether.run_directory import RunDirectory, read_json_lines
 
 SECONDS = "_seconds"
 STYLE = """

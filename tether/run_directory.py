@@ -23,6 +23,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from adapters.durable import replace_file
 from adapters.megatron import checkpoint_files
 
 logger = logging.getLogger(__name__)
@@ -171,31 +172,11 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return got
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Writes a file so that a crash leaves the old or the new one, never a part."""
-    staging = path.with_name(path.name + ".staging")
-    with staging.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    staging.replace(path)
-    sync_directory(path.parent)
-
-
 def append_line(path: Path, value: Mapping[str, Any]) -> None:
     with path.open("a") as file:
         file.write(_line(value))
         file.flush()
         os.fsync(file.fileno())
-
-
-def sync_directory(path: Path) -> None:
-    """Makes renames in a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _line(value: Mapping[str, Any]) -> str:

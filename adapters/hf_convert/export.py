@@ -9,7 +9,6 @@ other file, and what the caller adds.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from adapters.contract import Manifest, TensorSpec
+from adapters.durable import sync, sync_tree
 from adapters.hf_convert.directory import CONFIG, INDEX, SINGLE, read_json
 from adapters.hf_convert.dtypes import num_bytes
 from adapters.hf_convert.files import RECORD, SideFiles, copy_side_files, write_json
@@ -70,7 +70,7 @@ def export_directory(
             "tensors": msgspec.to_builtins(manifest.tensors),
             "digest": manifest.digest,
         })  # fmt: skip
-        _flush(staging)
+        sync_tree(staging)
         _publish(staging, destination)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
@@ -161,20 +161,6 @@ def _shards(tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int) -
     yield shard
 
 
-def _flush(directory: Path) -> None:
-    """Forces files and then the directory that names them to disk: a rename must not outlive its content."""
-    for path in [*directory.rglob("*"), directory]:
-        _fsync(path)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _publish(staging: Path, destination: Path) -> None:
     """One rename. An earlier export steps aside first, so a crash in between leaves both under hidden names."""
     retired = destination.with_name(f".{destination.name}.retired")
@@ -182,5 +168,5 @@ def _publish(staging: Path, destination: Path) -> None:
     if destination.exists():
         destination.rename(retired)
     staging.rename(destination)
-    _fsync(destination.parent)
+    sync(destination.parent)
     shutil.rmtree(retired, ignore_errors=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import re
 import secrets
 import shutil
@@ -18,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from adapters.durable import sync
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ def facts(directory: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:
 
     names = list(names)
     for name in names:
-        _sync(directory / name)
+        sync(directory / name)
     return {name: ((directory / name).stat().st_size, value) for name, value in _digests(directory, names).items()}
 
 
@@ -120,7 +121,7 @@ def commit(
         raise RuntimeError(f"{staging}: got files {found[:10]}, expected {sorted(files)[:10]}; nothing was committed")
     (staging / DESCRIPTION).write_text(json.dumps({**description, "files": files}, indent=1) + "\n")
     for path in [staging / DESCRIPTION, *(path for path in staging.rglob("*") if path.is_dir()), staging]:
-        _sync(path)
+        sync(path)
     replaced = _replaced_name(final)
     if final.exists():
         final.rename(replaced)
@@ -226,10 +227,10 @@ def point(final: Path) -> None:
     """Replaces the pointer in one step: it names the old checkpoint or the new one, at any moment."""
     staged = final.parent / f".{POINTER}.partial"
     staged.write_text(final.name + "\n")
-    _sync(staged)
-    _sync(final.parent)  # the rename of the checkpoint, before anything names it
+    sync(staged)
+    sync(final.parent)  # the rename of the checkpoint, before anything names it
     staged.replace(final.parent / POINTER)
-    _sync(final.parent)
+    sync(final.parent)
 
 
 def _replaced_name(final: Path) -> Path:
@@ -251,11 +252,3 @@ def _remove(path: Path) -> None:
     doomed = path.with_name(f".{path.name.removeprefix('.')}.removed")
     path.rename(doomed)
     shutil.rmtree(doomed)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -6,15 +6,15 @@ the hook has committed exists for the rollout side (`weights`), which publishes 
 
 from __future__ import annotations
 
-import os
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from adapters.durable import replace_file, sync_tree
 from adapters.hf_convert.directory import HFDirectory, read_json
-from adapters.hf_convert.files import write_json
 from adapters.megatron.runtime import raise_together
 from tether.vime.arguments import ModelFacts, facts_of
 from tether.vime.versions import remember, version_number
@@ -44,13 +44,8 @@ def commit(directory: Path, facts: ModelFacts) -> None:
     """Makes a directory the newest version. See `after_publication` for what it raises."""
     number = version_number(directory)
     HFDirectory(directory).check({name: tensor.shape for name, tensor in facts.table.items()})
-    _flush(directory)
-    place = directory.parent / COMMITTED
-    staging = place.with_name(f".{COMMITTED}.staging")
-    write_json(staging, {"directory": directory.name, "version": number})
-    _sync(staging)
-    os.replace(staging, place)
-    _sync(directory.parent)
+    sync_tree(directory)
+    replace_file(directory.parent / COMMITTED, json.dumps({"directory": directory.name, "version": number}) + "\n")
 
 
 def committed(parent: Path | str) -> tuple[int, Path] | None:
@@ -67,18 +62,3 @@ def committed(parent: Path | str) -> tuple[int, Path] | None:
     if record.get("version") != version_number(directory):
         raise ValueError(f"{place}: got {record!r}, expected a directory weight_v and its number")
     return version_number(directory), directory
-
-
-def _flush(directory: Path) -> None:
-    for path in sorted(directory.rglob("*")):
-        if path.is_file():
-            _sync(path)
-    _sync(directory)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
