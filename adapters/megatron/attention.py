@@ -18,10 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from adapters.megatron.device_copy import to_device
+from adapters.megatron.varlen import PackedPass, packed_pass, varlen_attention
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionView:
-    """One pass's queries and keys. A kernel needs only this and q, k, v; it replaces `sdpa_attention`.
+    """One pass's queries and keys. A kernel needs only this and q, k, v.
 
     Query row i (of N, in sorted order) is the token at `query_positions[i]` of sequence s = `query_sequences[i]`. It
     attends to stream places cu_seqlens[s] .. cu_seqlens[s] + position; k and v hold a place in row `key_rows[place]`.
@@ -36,10 +39,15 @@ class AttentionView:
     """[S + 1] int64, ascending boundaries in the stream."""
     key_rows: Tensor
     """[T] int64: stream place -> sorted row."""
+    num_key_rows: int
+    """The kernel reads the first of the sorted rows' keys and values, this many; N where only active tokens are seen
+    and the kernel's form says so, else T."""
     buckets: tuple[Bucket, ...]
-    """The same, as dense batches for `sdpa_attention`."""
+    """The same, as dense batches for `sdpa_attention`; empty for another kernel."""
     bucket_places: Tensor
-    """[N] int64: query row -> its place in the buckets' concatenated output."""
+    """[N] int64: query row -> its place in the buckets' concatenated output; empty without buckets."""
+    packed: PackedPass | None
+    """The same, as one packed causal batch for `varlen_attention`; None for another kernel."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +64,9 @@ class Bucket:
 
 
 Attention = Callable[[Tensor, Tensor, Tensor, AttentionView], Tensor]
-"""(q [N, H, D], k [T, K, D], v [T, K, D], view) -> [N, H * D]; k and v in sorted row order, all sequences causal."""
+"""(q [N, H, D], k [T, K, D], v [T, K, D], view) -> [N, H * D]; k and v in sorted row order, all sequences causal.
+
+k and v have at least the `view.num_key_rows` rows that are read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +84,24 @@ class ReplayLayout:
     views: tuple[AttentionView, ...]
     """One per pass that has an active row."""
 
+    def is_left_read_after(self, index: int) -> bool:
+        """Whether a pass behind pass `index` reads keys and values of rows that have left."""
+        return any(view.num_key_rows > view.num_queries for view in self.views[index + 1 :])
+
+
+def choose_attention(dtype: torch.dtype, device: torch.device) -> Attention:
+    """The kernel for parameters of a dtype on a device."""
+    half = dtype in (torch.bfloat16, torch.float16)
+    return varlen_attention if device.type == "cuda" and half else sdpa_attention
+
 
 def replay_layout(
-    cu_seqlens: Tensor, num_passes: Tensor | None, *, max_passes: int, device: torch.device | str = "cpu"
+    cu_seqlens: Tensor,
+    num_passes: Tensor | None,
+    *,
+    max_passes: int,
+    device: torch.device | str = "cpu",
+    attention: Attention | None = None,
 ) -> ReplayLayout:
     """The layout of a packed micro-batch.
 
@@ -85,6 +110,8 @@ def replay_layout(
         num_passes: [T] int, passes of each token in 1 .. max_passes; None lets every token run all of them.
         max_passes: passes of the deepest token.
         device: where the index tensors are used.
+        attention: the kernel that will read the views, so that no form is made for another one; None is
+            `sdpa_attention`.
 
     Raises:
         ValueError: boundaries that do not ascend from 0, or pass counts of another length or out of range.
@@ -105,13 +132,13 @@ def replay_layout(
     views: list[AttentionView] = []
     for p, count in enumerate(num_active[:-1]):
         if count and (not views or count != views[-1].num_queries):
-            views.append(_view(stream, num_passes > p, device))
+            views.append(_view(stream, num_passes > p, device, attention or sdpa_attention))
         elif count:
             views.append(views[-1])
     return ReplayLayout(
-        order=order.to(device),
-        restore=restore.to(device),
-        positions=positions[order].to(device),
+        order=to_device(order, device),
+        restore=to_device(restore, device),
+        positions=to_device(positions[order], device),
         num_active=num_active,
         views=tuple(views),
     )
@@ -155,8 +182,35 @@ def _pass_counts(num_passes: Tensor | None, num_tokens: int, max_passes: int) ->
     return num_passes
 
 
-def _view(stream: _Stream, active: Tensor, device: torch.device | str) -> AttentionView:
+def _view(stream: _Stream, active: Tensor, device: torch.device | str, attention: Attention) -> AttentionView:
     """The attention of one pass in which `active` [T] bool tokens run."""
+    buckets, places, packed = list[Bucket](), stream.order[:0], None
+    if attention is sdpa_attention:
+        buckets, places = _buckets(stream, active)
+    elif attention is varlen_attention:
+        packed = packed_pass(
+            sequences=stream.sequences,
+            positions=stream.positions,
+            restore=stream.restore,
+            active=active,
+            device=device,
+        )
+    rows = stream.order[: int(active.sum())]
+    return AttentionView(
+        num_queries=len(rows),
+        query_sequences=to_device(stream.sequences[rows], device),
+        query_positions=to_device(stream.positions[rows], device),
+        cu_seqlens=to_device(stream.cu_seqlens, device),
+        key_rows=to_device(stream.restore, device),
+        num_key_rows=packed.num_key_rows if packed else len(stream.order),
+        buckets=tuple(_move(bucket, device) for bucket in buckets),
+        bucket_places=to_device(places[rows] if buckets else places, device),
+        packed=packed,
+    )
+
+
+def _buckets(stream: _Stream, active: Tensor) -> tuple[list[Bucket], Tensor]:
+    """The active tokens as dense batches, and the place of each, by stream place, in their concatenated output."""
     # Lengths within a factor of two share a bucket, so padding at most doubles a sequence.
     size_class = torch.ceil(torch.log2(stream.lengths.double())).long()[stream.sequences]
     places = torch.empty_like(stream.order)
@@ -168,17 +222,8 @@ def _view(stream: _Stream, active: Tensor, device: torch.device | str) -> Attent
             bucket, slots = _bucket(stream, chosen)
             places[chosen] = base + slots
             base += len(bucket.query_rows)
-            buckets.append(_move(bucket, device))
-    rows = stream.order[: int(active.sum())]
-    return AttentionView(
-        num_queries=len(rows),
-        query_sequences=stream.sequences[rows].to(device),
-        query_positions=stream.positions[rows].to(device),
-        cu_seqlens=stream.cu_seqlens.to(device),
-        key_rows=stream.restore.to(device),
-        buckets=tuple(buckets),
-        bucket_places=places[rows].to(device),
-    )
+            buckets.append(bucket)
+    return buckets, places
 
 
 def _bucket(stream: _Stream, chosen: Tensor) -> tuple[Bucket, Tensor]:
@@ -204,9 +249,9 @@ def _bucket(stream: _Stream, chosen: Tensor) -> tuple[Bucket, Tensor]:
 def _move(bucket: Bucket, device: torch.device | str) -> Bucket:
     return Bucket(
         num_sequences=bucket.num_sequences,
-        query_rows=bucket.query_rows.to(device),
-        key_rows=bucket.key_rows.to(device),
-        mask=None if bucket.mask is None else bucket.mask.to(device),
+        query_rows=to_device(bucket.query_rows, device),
+        key_rows=to_device(bucket.key_rows, device),
+        mask=None if bucket.mask is None else to_device(bucket.mask, device),
     )
 
 

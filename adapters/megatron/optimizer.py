@@ -138,6 +138,7 @@ def wrap(model: RootModule, settings: OptimizerSettings, parallel: DataParallelS
 class Adam(torch.optim.Optimizer):
     """torch's own Adam over the state layout of apex and TE: `step` in the group, exp_avg and exp_avg_sq per parameter.
 
+    On CUDA it is torch's fused kernel: parameters, gradients and moments are read once, the moments written once.
     Megatron's distributed optimizer cannot load a checkpoint of torch.optim.AdamW, which keeps a step per parameter.
     """
 
@@ -164,13 +165,16 @@ class Adam(torch.optim.Optimizer):
 
     def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
         moments = [self._moments(p) for p in params]
+        # One count for each parameter: adam counts every one of them up.
+        steps = torch.full((len(params),), float(group["step"] - 1), device=params[0].device)
         adam(
             params,
             [p.grad for p in params if p.grad is not None],
             [m["exp_avg"] for m in moments],
             [m["exp_avg_sq"] for m in moments],
             [],
-            [torch.tensor(float(group["step"] - 1)) for _ in params],  # one each: adam counts every one of them up
+            list(steps.unbind()),
+            fused=params[0].is_cuda,
             decoupled_weight_decay=self.adam_w_mode,
             amsgrad=False,
             maximize=False,

@@ -30,6 +30,9 @@ class RuntimeSettings:
     """Ranks that share each of those experts, every one with a slice of its width."""
     seed: int = 0
     """Seeds Python, NumPy, torch and Megatron's tracker."""
+    deterministic: bool = True
+    """On CUDA: sums whose order is open are made in a fixed one, so that a resumed run is bitwise the one that went on.
+    On the CPU they are anyway."""
     deadline_seconds: float = 600.0
     """Longest wait in a collective; a rank that died is an error within it, never a hang."""
 
@@ -77,6 +80,8 @@ def initialize(settings: RuntimeSettings) -> None:
     _join(on_cpu=on_cpu, world=world, deadline=deadline)
     _divide(settings)
     _seed(settings.seed)
+    if not on_cpu and settings.deterministic:
+        _repeat_bitwise()
 
 
 def shutdown() -> None:
@@ -159,3 +164,10 @@ def _seed(seed: int) -> None:
     np.random.seed(seed)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
+
+
+def _repeat_bitwise() -> None:
+    """An operation that has no fixed order warns; `varlen` sees to the one that torch then leaves open."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that writes every new tensor

@@ -18,11 +18,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from adapters.megatron.attention import Attention as AttentionKernel
-from adapters.megatron.attention import sdpa_attention
+from adapters.megatron.attention import choose_attention
 from adapters.megatron.moe import moe_config
 from adapters.megatron.parallel import Column, current_parallelism, require, transformer_config
 from adapters.megatron.root import RootModule
 from adapters.megatron.routing import RouterSettings, UpdateRouting
+from adapters.megatron.runtime import device
 from providers.olmoe.config import OlmoeConfig
 from providers.olmoe.model_layers import Body
 from providers.olmoe.physical import physical_tensors
@@ -38,7 +39,7 @@ def build(
     dtype: torch.dtype,
     recompute: bool = False,
     sequence_parallel: bool | None = None,
-    attention: AttentionKernel = sdpa_attention,
+    attention: AttentionKernel | None = None,
     logprob_chunk_rows: int = 2048,
     dispatcher: str | None = None,
     router: RouterSettings | None = None,
@@ -51,7 +52,7 @@ def build(
         recompute: keep one layer's input per layer and compute the rest again in backward.
         sequence_parallel: cut the activations between projections over the tensor-parallel ranks. None does so when
             there are several: experts need it there.
-        attention: the kernel; it sees query positions and sequence boundaries.
+        attention: the kernel; it sees query positions and sequence boundaries. None is the one for dtype and device.
         logprob_chunk_rows: rows of logits alive at once.
         dispatcher: how tokens reach the experts of other ranks, "alltoall" or "allgather". None is "allgather" where
             experts are cut, "alltoall" elsewhere.
@@ -99,7 +100,7 @@ def build(
         shape,
         config,
         recompute=recompute,
-        attention=attention,
+        attention=attention or choose_attention(dtype, device()),
         logprob_chunk_rows=logprob_chunk_rows,
         router=router or RouterSettings(),
     )

@@ -77,7 +77,7 @@ class Body(Part):
         self, shape: TransformerConfig, config: OlmoeConfig, *, recompute: bool, attention: AttentionKernel
     ) -> None:
         super().__init__(shape)
-        self.olmoe, self.recompute = config, recompute
+        self.olmoe, self.recompute, self.attention = config, recompute, attention
         self.embed_tokens = Embedding(shape, config.vocab_size)
         self.layers = Layers(shape, (Layer(shape, attention, config.clip_qkv) for _ in range(config.num_layers)))
         self.norm = RMSNorm(shape, config.hidden_size)
@@ -86,7 +86,7 @@ class Body(Part):
         self, tokens: Tensor, cu_seqlens: Tensor, trace: Tensor | None, load: Tensor, num_real: int
     ) -> tuple[Tensor, list[Routed]]:
         """[T] token ids and [T, L, K] experts -> [T, H] and what each layer's router did with this rank's tokens."""
-        layout = replay_layout(cu_seqlens, None, max_passes=1, device=tokens.device)
+        layout = replay_layout(cu_seqlens, None, max_passes=1, device=tokens.device, attention=self.attention)
         x, start = self._enter(self.embed_tokens(tokens))
         rotary = rotary_embedding(
             layout.positions, head_dim=self.olmoe.head_dim, theta=self.olmoe.rope_theta, dtype=x.dtype

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from adapters.megatron.attention import Attention as AttentionKernel
-from adapters.megatron.attention import AttentionView, ReplayLayout, replay_layout, sdpa_attention
+from adapters.megatron.attention import AttentionView, ReplayLayout, choose_attention, replay_layout
 from adapters.megatron.parallel import (
     Column,
     Embedding,
@@ -36,6 +36,7 @@ from adapters.megatron.parallel import (
 )
 from adapters.megatron.root import RootModule
 from adapters.megatron.rotary import rotary_embedding, rotate
+from adapters.megatron.runtime import device
 from providers.ouro.config import OuroConfig
 from providers.ouro.physical import physical_tensors
 
@@ -46,7 +47,7 @@ def build(
     dtype: torch.dtype,
     recompute: bool = False,
     sequence_parallel: bool = False,
-    attention: AttentionKernel = sdpa_attention,
+    attention: AttentionKernel | None = None,
     logprob_chunk_rows: int = 2048,
 ) -> Ouro:
     """This rank's part of an Ouro. Call after `runtime.initialize`; the weights are NaN until they are loaded.
@@ -56,7 +57,7 @@ def build(
         dtype: of parameters and activations (bf16 training keeps fp32 masters in the optimizer).
         recompute: keep one layer's input per (loop, layer) and compute the rest again in backward.
         sequence_parallel: cut the activations between projections over the tensor-parallel ranks.
-        attention: the kernel; it sees query positions and sequence boundaries.
+        attention: the kernel; it sees query positions and sequence boundaries. None is the one for dtype and device.
         logprob_chunk_rows: rows of logits alive at once.
 
     Raises:
@@ -76,6 +77,7 @@ def build(
         gated_linear_unit=True,
         activation_func=F.silu,
     )
+    attention = attention or choose_attention(dtype, device())
     return Ouro(shape, config, recompute=recompute, attention=attention, logprob_chunk_rows=logprob_chunk_rows)
 
 
@@ -98,7 +100,10 @@ class Attention(Part):
         x = self.enter(x)[: view.num_queries]
         q, k, v = (part(x).unflatten(-1, (-1, self.head_dim)) for part in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(q, *rotary), rotate(k, *rotary)
-        out = self.kernel(q, torch.cat([k, left[0]]), torch.cat([v, left[1]]), view)
+        keys, values = k, v
+        if view.num_key_rows > view.num_queries:
+            keys, values = torch.cat([k, left[0]]), torch.cat([v, left[1]])
+        out = self.kernel(q, keys, values, view)
         if self.config.sequence_parallel:
             out = pad_rows(out, self.config.tensor_model_parallel_size)
         return self.o_proj(out), k, v
@@ -151,7 +156,7 @@ class Body(Part):
         self, shape: TransformerConfig, config: OuroConfig, *, recompute: bool, attention: AttentionKernel
     ) -> None:
         super().__init__(shape)
-        self.ouro, self.recompute = config, recompute
+        self.ouro, self.recompute, self.attention = config, recompute, attention
         self.embed_tokens = Embedding(shape, config.vocab_size)
         self.layers = Sequence(shape, (Layer(shape, attention) for _ in range(config.num_layers)))
         self.norm = RMSNorm(shape, config.hidden_size)
@@ -168,7 +173,9 @@ class Body(Part):
         finished = []
         for loop, view in enumerate(layout.views):
             num_active, num_staying = layout.num_active[loop : loop + 2]
-            hidden = self._loop(hidden, left, (cos[:num_active], sin[:num_active]), view, num_staying)
+            rotary = cos[:num_active], sin[:num_active]
+            keeps = 0 < num_staying < num_active and layout.is_left_read_after(loop)
+            hidden = self._loop(hidden, left, rotary, view, num_staying, keeps=keeps)
             finished.append(hidden[num_staying:])
             hidden = hidden[:num_staying]
         return torch.cat(finished[::-1])[layout.restore]
@@ -180,8 +187,11 @@ class Body(Part):
         rotary: tuple[Tensor, Tensor],
         view: AttentionView,
         num_staying: int,
+        *,
+        keeps: bool,
     ) -> Tensor:
-        """One loop over all layers; rows that leave after it are put in front of `left`, layer by layer."""
+        """One loop over all layers. If it keeps them, rows that leave after it are put in front of `left`, layer by
+        layer."""
         parallel = self.config.sequence_parallel
         x = hidden
         if parallel:
@@ -193,7 +203,7 @@ class Body(Part):
                 x, k, v = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:
                 x, k, v = layer(*inputs)
-            if 0 < num_staying < view.num_queries:
+            if keeps:
                 left[index] = torch.cat([k, left[index][0]]), torch.cat([v, left[index][1]])
         x = self.norm(x)
         if parallel:
@@ -265,9 +275,14 @@ class Ouro(RootModule):
 
     def states(self, tokens: Tensor, cu_seqlens: Tensor, trace: Tensor | None = None) -> Tensor:
         """[T, H] what the head reads; see `forward`."""
-        return self.model(
-            tokens, replay_layout(cu_seqlens, trace, max_passes=self.ouro.num_loops, device=tokens.device)
+        layout = replay_layout(
+            cu_seqlens,
+            trace,
+            max_passes=self.ouro.num_loops,
+            device=tokens.device,
+            attention=self.model.attention,
         )
+        return self.model(tokens, layout)
 
     def check_trace(self, trace: Tensor, num_prompt_tokens: int) -> None:
         """Refuses a loop count outside 1 .. num_loops, and a prompt token that did not run all loops."""
