@@ -58,6 +58,8 @@ class EngineSettings:
     """Share the blocks of common prompt prefixes."""
     staging: Literal["host", "shadow", "ipc"] = "host"
     """Where a published version waits until it is committed: see `staging`. Only `host` works without CUDA."""
+    enforce_eager: bool = False
+    """Without CUDA graphs: slower where few requests decode, a faster start. Only CUDA has them."""
     tensor_parallel: int = 1
     """Workers over which each layer is split."""
     seed: int = 0

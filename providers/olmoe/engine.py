@@ -6,12 +6,13 @@ refused instead of skipped, and what Tether's worker calls (`TracedModel`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from vllm import ModelRegistry
-from vllm.config import VllmConfig
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.models.olmoe import OlmoeAttention
@@ -68,6 +69,9 @@ class OlmoeForCausalLM(VllmOlmoe):
         self.layer_calls = self.layer_tokens = 0
         self._vllm_config = vllm_config
         self._routing: ExpertRouting | None = None
+        self._captured: Callable[..., Any] = super().forward
+        if vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
+            self._captured = CUDAGraphWrapper(super().forward, vllm_config, CUDAGraphMode.FULL)
 
     def parse_policy(self, text: str | None) -> Policy:
         parse_policy(text or "full", self.olmoe)
@@ -80,13 +84,14 @@ class OlmoeForCausalLM(VllmOlmoe):
         intermediate_tensors: Any = None,
         inputs_embeds: torch.Tensor | None = None,
     ) -> Any:
-        step = self.step
-        if step is None:  # memory profiling: no requests
-            return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
-        if self._routing is None:
+        step, inputs = self.step, (input_ids, positions, intermediate_tensors, inputs_embeds)
+        if self._routing is None:  # before anything is captured: what it writes belongs to the graph
             self._routing = ExpertRouting(self, self._vllm_config)
+        if step is None:  # memory profiling or a capture: no requests
+            return self._captured(*inputs)
         self._routing.begin(step, self.trace_layout.unknown)
-        hidden = super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
+        # A graph takes the experts that the router chooses; recorded ones are given only without it.
+        hidden = super().forward(*inputs) if self._routing.forces else self._captured(*inputs)
         self.layer_calls += self.olmoe.num_layers
         self.layer_tokens += self.olmoe.num_layers * step.size
         step.finish(self._routing.end(step.size))

@@ -8,6 +8,7 @@ Shape suffixes: N tokens of the step, A tokens active in a loop, H hidden.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,12 @@ from vllm.model_executor.models.utils import maybe_prefix
 
 from adapters.vllm_engine.worker.step import Step
 from providers.ouro.config import OuroConfig
+from providers.ouro.decode_graphs import DecodeGraphs, is_replayable
 from providers.ouro.physical import NORMS
 from providers.ouro.trace import DepthPlan
+
+Hold = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""A layer's keys and values [A, kv_heads * head_dim] -> those that go into its plane."""
 
 
 class OuroAttention(nn.Module):
@@ -56,11 +61,15 @@ class OuroAttention(nn.Module):
         rope = {"rope_type": "default", "rope_theta": config.rope_theta}
         self.rope = get_rope(config.head_dim, config.max_position_embeddings, rope_parameters=rope)
 
-    def forward(self, x_AH: torch.Tensor, positions: torch.Tensor, plane: Attention) -> tuple[torch.Tensor, ...]:
+    def forward(
+        self, x_AH: torch.Tensor, positions: torch.Tensor, plane: Attention, hold: Hold | None
+    ) -> tuple[torch.Tensor, ...]:
         """-> the attention output [A, H], and the keys and values that went into the plane."""
         qkv, _ = self.qkv_proj(x_AH)
         q, k, v = qkv.split(self.sizes, dim=-1)
         q, k = self.rope(positions, q, k)
+        if hold is not None:
+            k, v = hold(k, v)
         out_AH, _ = self.o_proj(plane(q, k, v))
         return out_AH, k, v
 
@@ -100,9 +109,11 @@ class OuroLayer(nn.Module):
         for name in NORMS:
             setattr(self, name, RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
 
-    def forward(self, x_AH: torch.Tensor, positions: torch.Tensor, plane: Attention) -> tuple[torch.Tensor, ...]:
-        """-> the new hidden state [A, H], and this loop's keys and values."""
-        y_AH, k, v = self.self_attn(self.input_layernorm(x_AH), positions, plane)
+    def forward(
+        self, x_AH: torch.Tensor, positions: torch.Tensor, plane: Attention, hold: Hold | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """-> the new hidden state [A, H], and the keys and values that went into the plane."""
+        y_AH, k, v = self.self_attn(self.input_layernorm(x_AH), positions, plane, hold)
         x_AH = x_AH + self.input_layernorm_2(y_AH)
         y_AH = self.mlp(self.post_attention_layernorm(x_AH))
         return x_AH + self.post_attention_layernorm_2(y_AH), k, v
@@ -142,6 +153,10 @@ class OuroModel(nn.Module):
         )
         self.step: Step | None = None
         self.layer_calls = self.layer_tokens = 0
+        self.graphs: DecodeGraphs | None = None
+        if vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
+            kv_width = config.num_kv_heads // tp * config.head_dim
+            self.graphs = DecodeGraphs(self, vllm_config, hidden_size=config.hidden_size, kv_width=kv_width)
 
     def run_loop(
         self, loop: int, x_AH: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None
@@ -152,8 +167,7 @@ class OuroModel(nn.Module):
             x_AH, k, v = layer(x_AH, positions, plane)
             if keep is not None:
                 kept.append((k[keep], v[keep]))
-            self.layer_calls += 1
-            self.layer_tokens += x_AH.shape[0]
+        self._count(x_AH)
         return self.norm(x_AH), kept
 
     def exit_chance(self, h_AH: torch.Tensor) -> torch.Tensor:
@@ -163,6 +177,12 @@ class OuroModel(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, inputs_embeds: Any = None) -> torch.Tensor:
         h_NH = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if self.graphs is not None and is_replayable():
+            self.graphs.begin(h_NH)
+            if self.step is None:
+                self.graphs.capture_rest(positions)
+                return self.run_whole(self.graphs, self.num_loops, positions)
+            return self.replay_to_depth(self.graphs, positions, self.step)
         if self.step is None:  # memory profiling: no requests, all loops
             for loop in range(1, self.num_loops + 1):
                 h_NH, _ = self.run_loop(loop, h_NH, positions, None)
@@ -200,6 +220,47 @@ class OuroModel(nn.Module):
                 break
         step.finish(plan.depth)
         return out_NH
+
+    def run_whole(self, graphs: DecodeGraphs, depth: int, positions: torch.Tensor) -> torch.Tensor:
+        """Replays loops 1 .. depth of a step that all of its rows run alike -> the state after the last one."""
+        for loop in range(1, depth + 1):
+            hidden_NH = graphs.whole(loop, positions)
+            self._count(hidden_NH)
+        return hidden_NH
+
+    def replay_to_depth(self, graphs: DecodeGraphs, positions: torch.Tensor, step: Step) -> torch.Tensor:
+        """`run_to_depth` of a captured step: rows that have left are passed over, not dropped."""
+        plan = DepthPlan(recorded=step.recorded, policies=step.policies, reach=step.reach)
+        depth, deepest = int(plan.depth.max()), int(step.reach.max())
+        if not plan.needs_gate and (plan.depth == depth).all() and deepest <= depth:
+            hidden_NH = self.run_whole(graphs, depth, positions)
+            step.finish(plan.depth)
+            return hidden_NH
+        stays = np.ones(len(positions), bool)
+        survival = torch.ones(step.size, dtype=torch.float32, device=positions.device)
+        mass = torch.zeros_like(survival)
+        for loop in range(1, self.num_loops + 1):
+            hidden_NH, host_mass = graphs.held(loop, positions), None
+            self._count(hidden_NH)
+            if plan.needs_gate:
+                chance = self.exit_chance(hidden_NH[: step.size])
+                survival, mass = survival * (1 - chance), mass + survival * chance
+                host_mass = mass.cpu().numpy()[plan.active]
+            rows = plan.active
+            leaving = plan.finish(loop, host_mass)
+            if leaving.any():
+                stays[rows[leaving]] = False
+                graphs.leave(stays)
+            if not len(plan.active):
+                break
+        for deeper in range(loop + 1, deepest + 1):
+            graphs.fill(deeper, positions)
+        step.finish(plan.depth)
+        return hidden_NH
+
+    def _count(self, x_AH: torch.Tensor) -> None:
+        self.layer_calls += len(self.layers)
+        self.layer_tokens += len(self.layers) * len(x_AH)
 
     def leave_behind(self, loop: int, kept: list, gone: np.ndarray, rows: np.ndarray, step: Step) -> None:
         """Writes the leavers' last keys and values into every deeper plane that can still be read.

@@ -44,6 +44,11 @@ class ExpertRouting:
                     )
                 self._force(module.router, module.layer_id)
 
+    @property
+    def forces(self) -> bool:
+        """Whether a token of this step takes recorded experts."""
+        return self._forced is not None
+
     def begin(self, step: Step, unknown: int) -> None:
         """Reads from the step which tokens have run before: their rows [n, layers, top_k] hold no `unknown`."""
         seen = (step.recorded != unknown).all((1, 2))

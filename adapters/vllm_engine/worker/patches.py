@@ -31,6 +31,7 @@ def apply() -> None:
     """Applies every process-wide patch. Idempotent."""
     cache_only_prompt_blocks()
     pack_linears_readably()
+    let_models_capture_themselves()
 
 
 def applied() -> bool:
@@ -91,6 +92,30 @@ def pack_linears_readably() -> None:
 
     setattr(dispatch, _MARK, True)
     utils.dispatch_cpu_unquantized_gemm = dispatch
+
+
+def let_models_capture_themselves() -> None:
+    """Takes a model of ours out of the CUDA graph that vLLM wraps around a whole forward.
+
+    Reason: such a graph would fix the depth of a looped model, and hide from the model what its tokens run. Ours wrap
+    their own parts with vLLM's wrapper, so that capture, replay, padding and memory are vLLM's all the same.
+    """
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    from adapters.vllm_engine.worker.model_interface import TracedModel
+
+    original = GPUModelRunner.load_model
+    if hasattr(original, _MARK):
+        return
+    expect_parameters(original, ["self"])
+
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if isinstance(model := self.get_model(), TracedModel):
+            self.model = model
+
+    setattr(load_model, _MARK, True)
+    GPUModelRunner.load_model = load_model
 
 
 class RewindGenerator(torch.Generator):

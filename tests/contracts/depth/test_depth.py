@@ -13,6 +13,7 @@ import pytest
 
 from tests.oracle import Oracle
 
+from . import captured
 from .checks import check_against_oracle, check_rows, differing, what_noticed
 from .harness import COIN, MIXED, MUTATIONS, POLICIES, Outcome, rollouts
 
@@ -86,6 +87,28 @@ def test_mutations_are_caught(plain: dict[str, Outcome], tiny_ouro: Path, oracle
     print(f"{mutation}: {str(caught)[:200]}")
     assert caught, f"{mutation!r} went unnoticed"
     assert "TimeoutError" not in str(caught)
+
+
+@pytest.mark.parametrize("engine", ["plain", "all"])
+def test_captured_steps_agree_bitwise(plain: dict[str, Outcome], tiny_ouro: Path, oracle: Oracle, engine: str) -> None:
+    """Rows that left are passed over instead of dropped: no token, depth or score changes, in no policy."""
+    name = f"{captured.__name__}:through_graphs"
+    outcomes = rollouts(tiny_ouro, engine, (MIXED, "early:0.6:2:4", "fixed:2", COIN), mutation=name)
+    assert isinstance(outcomes, dict), outcomes
+    for policy in (MIXED, "early:0.6:2:4", "fixed:2"):
+        assert differing(outcomes[policy].rows, plain[policy].rows) == []
+    check_rows(outcomes[COIN].rows, LOOPS)
+    check_against_oracle(outcomes[COIN].rows, oracle, rule=False)
+    passed_over = outcomes["early:0.6:2:4"].layer_tokens - plain["early:0.6:2:4"].layer_tokens
+    assert passed_over > 0, "the steps were not run as captured ones"
+
+
+@pytest.mark.parametrize("mutation", captured.MUTATIONS)
+def test_mutations_of_captured_steps_are_caught(
+    plain: dict[str, Outcome], tiny_ouro: Path, oracle: Oracle, mutation: str
+) -> None:
+    outcomes = rollouts(tiny_ouro, "plain", ("early:0.6:2:4",), mutation=f"{captured.__name__}:{mutation}")
+    assert what_noticed(outcomes, "early:0.6:2:4", plain, oracle), f"{mutation!r} went unnoticed"
 
 
 def test_every_policy_is_in_the_matrix() -> None:

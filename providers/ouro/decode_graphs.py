@@ -1,0 +1,121 @@
+"""The loops of a decode step as CUDA graphs: one per loop and batch size, so that no graph fixes a depth.
+
+vLLM says when a step may be replayed (one token per request, padded to a captured size), keeps the attention metadata
+at fixed addresses, and has its own wrapper capture and replay. What the loops hand to each other lies here, at fixed
+addresses too. A row that leaves stays in the batch, for a graph has one size: later loops keep its state and put the
+keys and values of its last loop into their planes, which is all that a token which left may do.
+
+Shape suffixes: N rows of the step with vLLM's padding, H hidden, C key/value heads * head width of this worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.compilation.cuda_graph import CUDAGraphOptions, CUDAGraphWrapper
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.forward_context import get_forward_context
+
+if TYPE_CHECKING:
+    from providers.ouro.engine_layers import OuroModel
+
+
+def is_replayable() -> bool:
+    """Whether vLLM runs this forward as a captured decode step, or captures one."""
+    return get_forward_context().cudagraph_runtime_mode == CUDAGraphMode.FULL
+
+
+class DecodeGraphs:
+    """The loops of one model over at most `max_cudagraph_capture_size` rows.
+
+    Args:
+        model: its layers, planes and norm.
+        vllm_config: with decode steps to be captured whole.
+        hidden_size: H.
+        kv_width: C.
+    """
+
+    def __init__(self, model: OuroModel, vllm_config: VllmConfig, *, hidden_size: int, kv_width: int) -> None:
+        rows, layers = vllm_config.compilation_config.max_cudagraph_capture_size, len(model.layers)
+        self.hidden_NH = torch.zeros(rows, hidden_size)
+        self.stays_N1 = torch.ones(rows, 1, dtype=torch.bool)
+        self.keys, self.values = (torch.zeros(layers, rows, kv_width) for _ in range(2))
+        self._model = model
+
+        def captured(run: Callable[..., torch.Tensor], *given: Any) -> list[CUDAGraphWrapper]:
+            options = CUDAGraphOptions(gc_disable=True, weak_ref_output=False)
+            return [
+                CUDAGraphWrapper(partial(run, loop, *given), vllm_config, CUDAGraphMode.FULL, options)
+                for loop in range(1, model.num_loops + 1)
+            ]
+
+        self._whole, self._held = captured(self._loop, False), captured(self._loop, True)
+        self._fill = captured(self._fill_plane)
+
+    def begin(self, h_NH: torch.Tensor) -> None:
+        """Takes the embedded tokens of a step; every row stays."""
+        self.hidden_NH[: len(h_NH)].copy_(h_NH)
+        self.stays_N1[: len(h_NH)].fill_(True)
+
+    def whole(self, loop: int, positions: torch.Tensor) -> torch.Tensor:
+        """Runs a loop of a step in which nobody has left -> its normed state [N, H]. `positions`: vLLM's own buffer."""
+        return self._whole[loop - 1](positions)
+
+    def held(self, loop: int, positions: torch.Tensor) -> torch.Tensor:
+        """Runs a loop for the rows that stay, remembers their keys and values, and leaves the others as they are.
+
+        Loops of a step in which some leave before others are all run this way, from the first on.
+        """
+        return self._held[loop - 1](positions)
+
+    def fill(self, loop: int, positions: torch.Tensor) -> None:
+        """Instead of a loop that nobody runs: its planes get what each row had in its last loop."""
+        self._fill[loop - 1](positions)
+
+    def leave(self, stays: np.ndarray) -> None:
+        """[N] bool: which rows go on in later loops."""
+        self.stays_N1[: len(stays)].copy_(torch.from_numpy(stays)[:, None], non_blocking=True)
+
+    def capture_rest(self, positions: torch.Tensor) -> None:
+        """Captures for this batch size, in a dummy run, what whole loops leave out. Does nothing once it is captured."""
+        if self._is_captured():
+            return
+        for loop in range(1, self._model.num_loops + 1):
+            self.held(loop, positions)
+            self.fill(loop, positions)
+
+    def _is_captured(self) -> bool:
+        return get_forward_context().batch_descriptor in self._held[0].concrete_cudagraph_entries
+
+    def _loop(self, loop: int, hold: bool, positions: torch.Tensor) -> torch.Tensor:
+        rows = len(positions)
+        hidden_NH, stays_N1 = self.hidden_NH[:rows], self.stays_N1[:rows]
+        x_NH = hidden_NH
+        model = self._model
+        for index, (layer, plane) in enumerate(zip(model.layers, model.planes[loop - 1], strict=True)):
+            x_NH, _, _ = layer(x_NH, positions, plane, partial(self._hold, index, stays_N1) if hold else None)
+        x_NH = model.norm(x_NH)
+        if hold:
+            return torch.where(stays_N1, x_NH, hidden_NH, out=hidden_NH)
+        return hidden_NH.copy_(x_NH)
+
+    def _hold(
+        self, index: int, stays_N1: torch.Tensor, k_NC: torch.Tensor, v_NC: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """-> keys and values for the plane: of this loop where the row stays, else those it had in its last one."""
+        kept = self.keys[index, : len(k_NC)], self.values[index, : len(k_NC)]
+        for new, last in zip((k_NC, v_NC), kept, strict=True):
+            torch.where(stays_N1, new, last, out=last)
+        return kept
+
+    def _fill_plane(self, loop: int, positions: torch.Tensor) -> torch.Tensor:
+        rows, slots = len(positions), get_forward_context().slot_mapping
+        for index, plane in enumerate(self._model.planes[loop - 1]):
+            shape = (rows, plane.num_kv_heads, plane.head_size)
+            k, v = (kept[index, :rows].view(shape) for kept in (self.keys, self.values))
+            plane.impl.do_kv_cache_update(plane, k, v, plane.kv_cache, slots[plane.layer_name])
+        return self.hidden_NH[:rows]
