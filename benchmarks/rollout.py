@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 
 from adapters.contract import GenerationRequest, SamplingParams, derive_seed
+from adapters.vllm_engine.process.main import environment
 from benchmarks import limits, record
 from benchmarks.full_size import write_model
 
@@ -74,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             answer = Path(name) / f"{engine}.json"
             command = [sys.executable, "-m", "benchmarks.rollout", *(["--tiny"] if arguments.tiny else [])]
             command += ["--repeats", str(arguments.repeats), "--child", engine, str(model), str(answer)]
-            subprocess.run(command, check=True)
+            cuda = torch.cuda.device_count() > 0
+            subprocess.run(command, check=True, env=environment(dict(os.environ), cuda=cuda))
             measured = json.loads(answer.read_text())
             starts[engine], shape = measured["start_seconds"], measured["shape"]
             rows += measured["rows"]

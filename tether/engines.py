@@ -86,6 +86,7 @@ def engine_settings(job: Job) -> EngineSettings:
         dtype=s.dtype,
         max_num_seqs=s.max_concurrent_samples,
         kv_cache_bytes=size,
+        enforce_eager=s.enforce_eager,
         tensor_parallel=s.rollout_devices,
         staging=s.staging,  # type: ignore[arg-type]
         seed=derive_seed(s.seed, "engine") % 2**31,

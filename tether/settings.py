@@ -145,6 +145,8 @@ class Settings(LearningSettings):
     """Time after which the run finishes its update, saves and ends; 0 is no limit."""
     remote_code: str = "keep"
     """Code for transformers in OUT/hf: ours (written for transformers 5), keep (the model's own), or none."""
+    enforce_eager: bool = False
+    """Decode without CUDA graphs: slower, but the engine starts in seconds less. CPU has none."""
     max_concurrent_samples: int = 64
     """Samples the engine decodes at the same time."""
     kv_cache_bytes: int = 0
@@ -175,7 +177,7 @@ UNCONTRACTED = frozenset(
      "async_save", "save_format",
      "stop_after_seconds", "diagnose", "eval_data", "eval_every", "eval_samples", "eval_pass_reward", "tensorboard",
      "profile", "peak_flops", "prometheus_port", "remote_code",
-     "max_concurrent_samples", "kv_cache_bytes",
+     "max_concurrent_samples", "kv_cache_bytes", "enforce_eager",
      "deadline_seconds"}
     | {name for name in LearningSettings.__dataclass_fields__ if name.startswith("trip_")}
 )  # fmt: skip

@@ -36,6 +36,7 @@ CPU_ENVIRONMENT = {
     "THP_MEM_ALLOC_ENABLE": "1",  # torch allocates large tensors in huge pages: packing weights is page faults, else
 }
 CUDA_ENVIRONMENT = {
+    "TORCHDYNAMO_DISABLE": "1",  # as above; nothing else of ours is compiled
     "TRITON_F32_DEFAULT": "ieee",  # else Triton attention multiplies fp32 as TF32, 1000 times coarser
 }
 ORPHANED = 3
