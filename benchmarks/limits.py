@@ -15,14 +15,22 @@ def measure() -> dict[str, float]:
     """
     cuda = torch.cuda.is_available()
     device, size, width = ("cuda", 1 << 32, 8192) if cuda else ("cpu", 1 << 26, 512)
+    return {
+        "bytes_per_second": 2 * size / _copy_seconds(size, device),
+        "flops_per_second": 2 * width**3 / _product_seconds(width, device),
+    }
+
+
+def _copy_seconds(size: int, device: str) -> float:
     source = torch.empty(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    copy = _best(lambda: target.copy_(source))
-    del source, target
+    return _best(lambda: target.copy_(source))
+
+
+def _product_seconds(width: int, device: str) -> float:
     a, b = (torch.randn(width, width, dtype=torch.bfloat16, device=device) for _ in range(2))
     out = torch.empty_like(a)
-    product = _best(lambda: torch.mm(a, b, out=out))
-    return {"bytes_per_second": 2 * size / copy, "flops_per_second": 2 * width**3 / product}
+    return _best(lambda: torch.mm(a, b, out=out))
 
 
 def _best(run: Callable[[], object]) -> float:

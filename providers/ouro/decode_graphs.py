@@ -81,7 +81,7 @@ class DecodeGraphs:
         self.stays_N1[: len(stays)].copy_(torch.from_numpy(stays)[:, None], non_blocking=True)
 
     def capture_rest(self, positions: torch.Tensor) -> None:
-        """Captures for this batch size, in a dummy run, what whole loops leave out. Does nothing once it is captured."""
+        """Captures, in a dummy run of this batch size, what `whole` leaves out; nothing if that was done."""
         if self._is_captured():
             return
         for loop in range(1, self._model.num_loops + 1):
