@@ -16,7 +16,12 @@ CPU = (
     ["checkpoint"],
     ["export_memory"],
 )
-CUDA = tuple(["publication", "--device", "cuda", "--staging", staging] for staging in ("host", "shadow", "ipc"))
+CUDA = (
+    *(["publication", "--device", "cuda", "--staging", staging] for staging in ("host", "shadow", "ipc")),
+    ["train_replay", "--profile"],
+    ["logprob", "--profile"],
+    ["olmoe_train", "--profile"],
+)
 
 
 def main() -> int:
