@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 FULL = "full"
+POLICIES = (FULL, "fixed", "early", "delayed")
+"""What a policy's text begins with."""
 
 
 @dataclass(frozen=True)
@@ -20,21 +22,21 @@ class DepthSchedule:
 
     @classmethod
     def parse(cls, text: str) -> DepthSchedule:
-        """Reads the setting `depth`: one policy, or cycle:3,4,2 for fixed:3, fixed:4, fixed:2 by update.
+        """Reads the setting `depth`: one policy, or cycle:3,early:0.8:2:4 for fixed:3 and that one by turns.
 
         Raises:
             ValueError: the text is none of these. Whether a policy fits the model is for `check` to say.
         """
         kind, _, rest = text.partition(":")
         if kind == "cycle":
-            loops = rest.split(",")
-            if all(part.isdecimal() and int(part) >= 1 for part in loops):
-                return cls(tuple(f"fixed:{int(part)}" for part in loops))
-        elif kind in (FULL, "fixed", "early", "delayed"):
+            parts = [f"fixed:{int(part)}" if part.isdecimal() else part for part in rest.split(",")]
+            if all(part.partition(":")[0] in POLICIES and part != "fixed:0" for part in parts):
+                return cls(tuple(parts))
+        elif kind in POLICIES:
             return cls((text,))
         raise ValueError(
-            f"depth: got {text!r}, expected full, fixed:K, cycle:K,K,..., early:THRESHOLD:MIN:MAX or "
-            "delayed:THRESHOLD:MIN:MAX"
+            f"depth: got {text!r}, expected full, fixed:K, early:THRESHOLD:MIN:MAX, delayed:THRESHOLD:MIN:MAX "
+            "or cycle:A,B,... of these and of numbers of loops"
         )
 
     def plan(self, update: int) -> str:

@@ -95,9 +95,10 @@ class RunDirectory:
             return path
         newest = checkpoint_files.latest(self.checkpoints)
         if newest is None:
+            how = "start anew in another --out" if self.has_metrics() else "start it again without --resume"
             raise ValueError(
-                f"{self.path}: no checkpoint to resume from. The run ended before its first one was complete, so "
-                "nothing is lost; start it again without --resume"
+                f"{self.path}: no checkpoint to resume from. The run ended before its first one was complete, or wrote "
+                f"none (save_every=0); {how}"
             )
         return newest
 

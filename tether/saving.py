@@ -61,7 +61,8 @@ class Saver:
             self._last = resumed.update, format
 
     def save(self, state: State, *, is_final: bool = False) -> None:
-        """Saves a state that is not saved yet. Returns before it is durable if saves are asynchronous.
+        """Saves a state that is not saved yet, if the run saves at all. Returns before it is durable if saves are
+        asynchronous.
 
         A final one, after which a run may go on elsewhere, is reshardable and waited for.
         """
@@ -69,6 +70,8 @@ class Saver:
 
         self.finish()
         settings = self._job.settings
+        if not settings.save_every or (state.update == 0 and not settings.save_start):
+            return
         format = "reshardable" if is_final else settings.save_format
         if self._last in ((state.update, format), (state.update, "reshardable")):
             return
@@ -102,6 +105,12 @@ class Saver:
             "duration_seconds": round(saved.duration_seconds, 4),
         }
         from_rank_zero(lambda: self._job.directory.append_event("saved", **figures))
+
+
+def is_due(job: Job, update: int) -> bool:
+    """Whether a checkpoint follows this update."""
+    every = job.settings.save_every
+    return bool(every) and (update % every == 0 or update == job.arguments.updates)
 
 
 def restore(job: Job, trainer: Trainer) -> State:

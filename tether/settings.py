@@ -43,7 +43,8 @@ class Settings(LearningSettings):
     lr: float = 1e-6
     """Peak learning rate of Adam."""
     depth: str = "full"
-    """Loops of generated tokens: full, fixed:K, cycle:3,4,2 (by update), {early,delayed}:THRESHOLD:MIN:MAX."""
+    """Loops of generated tokens: full, fixed:K, {early,delayed}:THRESHOLD:MIN:MAX, or several by update:
+    cycle:3,4,early:0.8:2:4."""
     engine: str = "local"
     """Which engine makes the rollouts: local (one vLLM process), pd (prompts and answers in different ones), or http
     (a vLLM server that somebody else started, see docs/publication.md)."""
@@ -62,7 +63,10 @@ class Settings(LearningSettings):
     reward: str = "tether.rewards:exact_match"
     """Reward function, module:function."""
     save_every: int = 2
-    """Updates between checkpoints; the first and the last state are always saved."""
+    """Updates between checkpoints; the last state is always saved. 0 writes none: such a run cannot be resumed, and its
+    export comes from the trainer's memory."""
+    save_start: bool = True
+    """Save before the first update too, so that a run killed at any later moment resumes."""
     tokens_per_microbatch: int = 4096
     """Most tokens in one packed forward and backward."""
     train_devices: int = 1
@@ -172,7 +176,8 @@ UNCONTRACTED = frozenset(
     {"train_devices", "tensor_parallel", "expert_parallel", "expert_tensor_parallel", "sequence_parallel",
      "pipeline_parallel", "context_parallel", "distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather",
      "rollout_devices",
-     "engine", "engine_url", "engine_directory", "staging", "prefill", "decode", "transports", "save_every",
+     "engine", "engine_url", "engine_directory", "staging", "prefill", "decode", "transports",
+     "save_every", "save_start",
      "keep_rollouts", "keep_last", "keep_every",
      "async_save", "save_format",
      "stop_after_seconds", "diagnose", "eval_data", "eval_every", "eval_samples", "eval_pass_reward", "tensorboard",

@@ -18,12 +18,13 @@ REPLAYS = ("rollout", "trainer", "none")
 
 def violations(s: Any) -> list[tuple[str, str]]:
     """(field, what was expected) of every field of a `Settings` outside its range."""
-    at_least = {name: 1 for name in ("prompts_per_update", "max_new_tokens", "save_every", "tokens_per_microbatch")}
+    at_least = {name: 1 for name in ("prompts_per_update", "max_new_tokens", "tokens_per_microbatch")}
     at_least |= dict.fromkeys(CUTS, 1)
     at_least |= dict.fromkeys(("train_devices", "rollout_devices", "prefill", "decode", "max_concurrent_samples"), 1)
     at_least |= {
         name: 0 for name in ("seed", "lr_warmup_updates", "lr_decay_updates", "keep_last", "keep_every", "eval_every")
     }
+    at_least["save_every"] = 0
     at_least |= {"group_size": 2, "kv_cache_bytes": 0, "eval_samples": 0, "prometheus_port": 0}
     bad = [(name, f"an integer >= {low}") for name, low in at_least.items() if getattr(s, name) < low]
     positive = ("temperature", "lr", "max_grad_norm", "deadline_seconds")

@@ -93,6 +93,8 @@ def _group(name: str) -> str:
         return f"held_out/{name.removeprefix('eval_')}"
     if name.endswith("_seconds"):
         return f"seconds/{name.removesuffix('_seconds')}"
+    if name.endswith("_bytes"):
+        return f"memory/{name}"
     if name.endswith(("_per_second", "_flops", "_mfu")):
         return f"speed/{name}"
     for part in ("logprob_diff", "mismatch", "num_tokens", "prompts", "skipped"):

@@ -23,6 +23,8 @@ from tether.settings import settings_table
 from tether.sinks import Sinks
 
 if TYPE_CHECKING:
+    import torch
+
     from adapters.megatron.routing import RouterSettings
     from adapters.megatron.trainer import Trainer
     from tether.engines import AnyEngine
@@ -171,13 +173,22 @@ def router_settings(job: Job) -> RouterSettings:
     )
 
 
-def export(job: Job) -> None:
-    """Writes OUT/hf from the newest checkpoint, as `python -m tether.convert export` does. Rank 0 only."""
+def export(job: Job, tensors: Iterator[tuple[str, torch.Tensor]] | None = None) -> None:
+    """Writes OUT/hf from the newest checkpoint, as `python -m tether.convert export` does. Rank 0 only.
+
+    Args:
+        tensors: the trainer's weights in checkpoint order, for a run without checkpoints.
+    """
     from tether.exporting import ExportOptions, export_weights
-    from tether.stored import open_weights
+    from tether.stored import open_weights, passing_weights
 
     options = ExportOptions(remote_code=job.settings.remote_code)
-    report = export_weights(open_weights(job.directory.path, source=job.arguments.model), job.directory.hf, options)
+    if tensors is None:
+        weights = open_weights(job.directory.path, source=job.arguments.model)
+    else:
+        depth, dtype = job.settings.depth, job.settings.dtype
+        weights = passing_weights(tensors, where=job.directory.path, source=job.source, depth=depth, dtype=dtype)
+    report = export_weights(weights, job.directory.hf, options)
     for line in (report.depth, *report.warnings):
         logger.info("export %s: %s", job.directory.hf, line)
     job.directory.append_event("finished", update=job.arguments.updates)

@@ -28,7 +28,7 @@ class Weights:
     """The Hugging Face directory or the checkpoint."""
     source: HFDirectory
     """The Hugging Face directory that says which model this is and holds its tokenizer."""
-    reader: HFDirectory | CheckpointReader
+    reader: HFDirectory | CheckpointReader | Passing
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, str]
     depth: str | None = None
@@ -75,6 +75,31 @@ class Weights:
         """Shape of each tensor that the config asks for, in checkpoint order. Raises what `config` raises."""
         tensors = provider(self.model_type, "physical").physical_tensors(self.config())
         return {name: tensor.shape for name, tensor in tensors.items()}
+
+
+class Passing:
+    """Tensors that come one after the other and can be read once, in their own order."""
+
+    def __init__(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self._tensors = tensors
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Raises RuntimeError if another tensor comes than the one whose turn it is."""
+        for name in names:
+            got, tensor = next(self._tensors, (None, None))
+            if got != name or tensor is None:
+                raise RuntimeError(f"got tensor {got!r}, expected {name!r}: weights are read in checkpoint order")
+            yield name, tensor
+            del tensor
+
+
+def passing_weights(
+    tensors: Iterator[tuple[str, torch.Tensor]], *, where: Path, source: HFDirectory, depth: str, dtype: str
+) -> Weights:
+    """Weights that a trainer of `source`'s model yields in checkpoint order, each whole and in `dtype`."""
+    shapes = {name: info.shape for name, info in source.tensors.items()}
+    reader, dtypes = Passing(tensors), dict.fromkeys(shapes, dtype)
+    return Weights(path=where, source=source, reader=reader, shapes=shapes, dtypes=dtypes, depth=depth)
 
 
 def open_weights(path: Path, *, source: Path | None = None, fallback: Path | None = None) -> Weights:

@@ -50,6 +50,23 @@ def training_flops(job: Job, samples: Sequence[TrainSample]) -> int:
     return forward * (3 * s.epochs + scores_first)
 
 
+def device_memory() -> dict[str, int]:
+    """Of this process's CUDA device, in bytes; nothing on CPU.
+
+    train_peak_bytes is the most that this trainer's tensors have taken since the last call, device_used_bytes what all
+    processes have of the device now, caches of their allocators and contexts included.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    free, total = torch.cuda.mem_get_info()
+    peak = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    reserved = torch.cuda.memory_reserved()
+    return {"train_peak_bytes": peak, "train_reserved_bytes": reserved, "device_used_bytes": total - free}
+
+
 def rates(metrics: Mapping[str, Any], s: Settings) -> dict[str, Any]:
     """What an update's line of metrics says per second. Of rollouts nothing, when they were made beside training.
 

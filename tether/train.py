@@ -30,7 +30,7 @@ from tether.recovery import with_restarts
 from tether.settings import parse
 from tether.source import RolloutSource
 from tether.stopping import StopRequests
-from tether.throughput import rates, training_flops
+from tether.throughput import device_memory, rates, training_flops
 from tether.tripwires import TripwireStop, stop_if_asked
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def train(job: Job, stop: StopRequests) -> None:
             from_rank_zero(lambda: job.directory.append_event("stopped", update=run.state.update))
             say(stopped_lines(job.arguments, run.state.update, stop.reason()))
             return
-        from_rank_zero(lambda: start.export(job))
+        export(run)
     say(closing_lines(job.arguments))
 
 
@@ -153,6 +153,7 @@ def one_update(run: Run) -> dict[str, Any]:
         clock.lap("diagnose_seconds")
     watch, trips = train_on(run.trainer, samples, metrics, wires=job.tripwires, watch=run.state.watch)
     clock.lap("train_seconds")
+    metrics |= device_memory()
     metrics["train_model_flops"] = training_flops(job, samples)
     # At once: whatever fails from here on, the trainer's weights are those of this update.
     run.state = replace(
@@ -168,7 +169,7 @@ def one_update(run: Run) -> dict[str, Any]:
     run.state = replace(run.state, metrics={**metrics, **clock.seconds, "save_seconds": None})
     stops = any(trip.action == "stop" for trip in trips)
     run.saver.poll()
-    if update % job.settings.save_every == 0 or update == job.arguments.updates or stops:
+    if saving.is_due(job, update) or stops:
         run.saver.save(run.state, is_final=stops or update == job.arguments.updates)
     clock.lap("save_seconds")
     metrics |= clock.seconds
@@ -199,6 +200,23 @@ def publish(run: Run) -> None:
     if rank() != 0:
         exhaust(tensors)
     from_rank_zero(to_engine)
+
+
+def export(run: Run) -> None:
+    """Writes OUT/hf, from the last checkpoint or, in a run that writes none, from the trainers' memory."""
+    if run.job.settings.save_every:
+        return from_rank_zero(lambda: start.export(run.job))
+    tensors = run.trainer.physical_tensors()
+
+    def write() -> None:
+        try:
+            start.export(run.job, tensors)
+        finally:
+            exhaust(tensors)
+
+    if rank() != 0:
+        exhaust(tensors)
+    from_rank_zero(write)
 
 
 def exhaust(tensors: Any) -> None:

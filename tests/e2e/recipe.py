@@ -75,5 +75,5 @@ def assert_equal_runs(one: Path, other: Path, *, update: int) -> None:
 
 def without_times(out: Path) -> list[dict[str, Any]]:
     lines = read_lines(out / "metrics.jsonl")
-    timed = ("_seconds", "_per_second", "_mfu")
+    timed = ("_seconds", "_per_second", "_mfu", "_bytes")
     return [{key: value for key, value in line.items() if not key.endswith(timed)} for line in lines]

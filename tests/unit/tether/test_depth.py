@@ -14,6 +14,7 @@ from tether.depth import DepthSchedule
         ("full", ["full"] * 4),
         ("fixed:3", ["fixed:3"] * 4),
         ("cycle:3,4,2", ["fixed:3", "fixed:4", "fixed:2", "fixed:3"]),
+        ("cycle:2,early:0.8:2:4", ["fixed:2", "early:0.8:2:4"] * 2),
         ("early:0.9:2:4", ["early:0.9:2:4"] * 4),
         ("delayed:0.9:2:4", ["delayed:0.9:2:4"] * 4),
     ],

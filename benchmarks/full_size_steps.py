@@ -1,0 +1,224 @@
+"""The steps of `benchmarks.full_size`: each is a process of its own, timed, and its failure is a result too."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.full_size_plans import Plan
+from benchmarks.shapes import SHAPES, write_prompts
+
+TIMES = ("_seconds", "_per_second", "_mfu", "_bytes")
+"""What a metric ends with that a repetition does not repeat."""
+MAX_FACTOR, MEAN_FACTOR = 3, 2
+"""How often its own bf16 error the trainer may be apart from the engine."""
+
+
+class Steps:
+    """Results so far, written after every step.
+
+    Args:
+        folder: everything is written there, and deleted by the caller.
+        more: key=value settings over the plan's.
+        limit_seconds: of all steps together.
+        write: gets the results so far.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        folder: Path,
+        *,
+        more: Sequence[str],
+        limit_seconds: float,
+        write: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self.plan, self.folder, self.more, self._write = plan, folder, list(more), write
+        self._end = time.monotonic() + limit_seconds
+        self.results: dict[str, Any] = {"seconds": {}}
+        self.failed: list[str] = []
+
+    def __call__(self, name: str, action: Callable[[], Any]) -> bool:
+        """Runs a step; what it returns is its result. False if it failed."""
+        begun = time.perf_counter()
+        try:
+            self.results[name] = action()
+        except Exception as error:
+            self.results[name] = {"error": f"{type(error).__name__}: {error}"[-3000:]}
+            self.failed.append(name)
+        self.results["seconds"][name] = round(time.perf_counter() - begun, 1)
+        print(f"{name}: {self.results['seconds'][name]} s{' FAILED' * (name in self.failed)}", flush=True)
+        self.results["failed"] = self.failed
+        self._write(self.results)
+        return name not in self.failed
+
+    def process(self, *arguments: str, output: Path | None = None) -> str:
+        """Runs a module of this project in a process of its own; its standard output.
+
+        Raises:
+            RuntimeError: it failed; with the end of what it said.
+            subprocess.TimeoutExpired: there is no time left.
+        """
+        seconds = max(1.0, self._end - time.monotonic())
+        command = [sys.executable, "-m", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(arguments[:3])} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
+        return done.stdout
+
+    def inputs(self) -> None:
+        """Writes model and prompts, once."""
+        if not (self.folder / "model").exists():
+            self.process("benchmarks.shapes", self.plan.model, str(self.folder / "model"))
+            write_prompts(
+                self.folder / "data.jsonl",
+                vocab_size=SHAPES[self.plan.model]["vocab_size"],
+                count=self.plan.num_prompts,
+                length=self.plan.prompt_tokens,
+            )
+
+    def drive(self, out: Path, updates: int, settings: dict[str, Any], *more: str) -> None:
+        """One process of the driver (or its launcher), up to an update."""
+        module = ["tether.train"] if self.plan.processes == 1 else ["tether.launch", "--max-restarts", "0"]
+        files = {"model": self.folder / "model", "data": self.folder / "data.jsonl", "out": out}
+        command = [*module, *(text for name, path in files.items() for text in (f"--{name}", str(path)))]
+        for pair in [*(f"{name}={_text(value)}" for name, value in settings.items()), *self.more]:
+            command += ["--set", pair]
+        try:
+            self.process(*command, "--updates", str(updates), *more)
+        except RuntimeError as error:
+            logs = sorted((out / "logs").glob("*.log")) if (out / "logs").is_dir() else []
+            ends = "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in logs)
+            raise RuntimeError(f"{error}\n{ends}") from error
+
+
+def recipe(steps: Steps) -> None:
+    """Updates with a resume in the middle, the export, and the yardstick."""
+    plan, out = steps.plan, steps.folder / "run"
+    if not steps("inputs", steps.inputs):
+        return
+    for number, stop in enumerate(plan.stops):
+        more = ["--resume"] if number else []
+        if not steps(f"process {number + 1}", lambda s=stop, m=more: steps.drive(out, s, plan.recipe, *m)):
+            break
+    metrics = read_lines(out / "metrics.jsonl")
+    steps("metrics", lambda: metrics)
+    steps("memory", lambda: memory(metrics))
+    if (out / "hf").is_dir():
+        steps("verify", lambda: verify(steps, out))
+    if any(out.glob("rollouts/*.jsonl")):
+        steps("yardstick", lambda: yardstick(steps, out, metrics))
+
+
+def verify(steps: Steps, out: Path) -> list[str]:
+    """The table of `tether.convert verify`; against the last checkpoint where there is one."""
+    against = ["--against", str(out)] if any((out / "checkpoints").glob("iter_*")) else []
+    text = steps.process("tether.convert", "verify", str(out / "hf"), *against, *steps.plan.verify)
+    return text.strip().splitlines()
+
+
+def yardstick(steps: Steps, out: Path, metrics: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Per update and depth: the difference that training met, beside the trainer's own error on the same samples."""
+    found = steps.folder / "yardstick.json"
+    tokens = str(steps.plan.recipe["tokens_per_microbatch"])
+    steps.process(
+        "benchmarks.yardstick", str(steps.folder / "model"), str(out / "rollouts"), str(found),
+        "--tokens-per-microbatch", tokens,
+    )  # fmt: skip
+    rows = []
+    for row in json.loads(found.read_text()):
+        line = next(line for line in metrics if line["update"] == row["update"])
+        ending = "" if row["depth"] is None else f"_depth_{row['depth']}"
+        met = {name: line[f"logprob_diff_{name}{ending}"] for name in ("mean", "max")}
+        within = met["max"] <= MAX_FACTOR * row["own"]["max"] and met["mean"] <= MEAN_FACTOR * row["own"]["mean"]
+        rows.append({**row, "execution": line["execution"], "trainer_to_engine": met, "within": within})
+    return rows
+
+
+def memory(metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Largest figures of the first trainer's device; what is not the trainer's is the engine's and the contexts'."""
+    lines = [line for line in metrics if "train_peak_bytes" in line]
+    if not lines:
+        return {}
+    figures = {name: max(line[name] for line in lines) for name in ("train_peak_bytes", "device_used_bytes")}
+    return {**figures, "others_bytes": max(line["device_used_bytes"] - line["train_reserved_bytes"] for line in lines)}
+
+
+def one_slot(steps: Steps) -> None:
+    """Two updates in one go, and the second one again from the checkpoint of the first."""
+    settings, out = steps.plan.one_slot, steps.folder / "one_slot"
+    shutil.rmtree(steps.folder / "run", ignore_errors=True)
+    if settings is None:
+        steps.results["one_slot"] = "not run: the training state does not fit the disk"
+        return
+    if not steps("inputs", steps.inputs):
+        return
+    if not steps("one slot, straight", lambda: steps.drive(out, 2, settings)):
+        return
+    before, straight = Facts(steps, out, 1), Facts(steps, out, 2)
+    steps("one slot, digests", lambda: [before.read(), straight.read()] and None)
+    shutil.rmtree(out / "checkpoints" / "iter_0000002")  # there is room for two
+    if not steps("one slot, resumed", lambda: steps.drive(out, 2, settings, "--resume-from", "1")):
+        return
+    steps("one_slot", lambda: straight.compare(Facts(steps, out, 2).read(), before))
+
+
+class Facts:
+    """What an update left: digests of all stored tensors, samples, metrics."""
+
+    def __init__(self, steps: Steps, out: Path, update: int) -> None:
+        self._steps, self._out, self._update = steps, out, update
+        self.tensors: dict[str, str] = {}
+
+    def read(self) -> Facts:
+        found = self._steps.folder / "digests.json"
+        path = self._out / "checkpoints" / f"iter_{self._update:07d}"
+        self._steps.process("benchmarks.full_size_digests", str(path), str(found))
+        self.tensors = json.loads(found.read_text())
+        self.rollouts = read_lines(self._out / "rollouts" / f"update_{self._update:07d}.jsonl")
+        lines = read_lines(self._out / "metrics.jsonl")
+        self.metrics = [without_times(line) for line in lines if line["update"] == self._update]
+        return self
+
+    def compare(self, other: Facts, before: Facts) -> dict[str, Any]:
+        """Raises RuntimeError if anything differs, or if the update changed nothing."""
+        names = self.tensors.keys() | other.tensors.keys()
+        apart = sorted(name for name in names if self.tensors.get(name) != other.tensors.get(name))
+        for sample in self.rollouts + other.rollouts:
+            sample.pop("weight_version")  # the incarnation counts resumes
+        found = {
+            "tensors": len(names),
+            "of_the_optimizer": sum(name.startswith("optimizer.") for name in names),
+            "tensors_that_differ": len(apart),
+            "first_that_differ": apart[:10],
+            "samples": len(self.rollouts),
+            "samples_that_differ": sum(a != b for a, b in zip(self.rollouts, other.rollouts, strict=True)),
+            "metrics_that_differ": sorted(
+                name for a, b in zip(self.metrics, other.metrics, strict=True) for name in a if a[name] != b.get(name)
+            ),
+            "tensors_that_the_update_changed": sum(
+                self.tensors[name] != value for name, value in before.tensors.items()
+            ),
+        }
+        is_equal = not (apart or found["samples_that_differ"] or found["metrics_that_differ"])
+        if not is_equal or not found["tensors_that_the_update_changed"]:
+            raise RuntimeError(json.dumps(found))
+        return found
+
+
+def without_times(line: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in line.items() if not name.endswith(TIMES)}
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
