@@ -27,7 +27,7 @@ import torch
 from adapters.contract import GenerationRequest, SamplingParams, derive_seed
 from adapters.vllm_engine.process.main import environment
 from benchmarks import limits, record
-from benchmarks.full_size import write_model
+from benchmarks.shapes import write_model
 
 PROMPT, RESPONSE = 128, 256
 EARLY = "early:0.8:2:4"
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_model(path: Path, *, tiny: bool) -> None:
     if not tiny:
-        return write_model(path)
+        return write_model(path, "ouro-1.4b")
     from tests.tiny import write_ouro
 
     write_ouro(path)

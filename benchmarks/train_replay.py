@@ -27,8 +27,8 @@ from adapters.megatron.optimizer import OptimizerSettings
 from adapters.megatron.packing import TrainSample
 from adapters.megatron.trainer import Trainer
 from benchmarks import measure, record
-from benchmarks.full_size import OURO_1_4B
 from benchmarks.plain_ouro import PlainOuro
+from benchmarks.shapes import OURO_1_4B
 from providers.ouro.config import OuroConfig
 from providers.ouro.model import build
 from tether.throughput import forward_flops
