@@ -81,21 +81,6 @@ def top_kernels(work: Callable[[], Any], *, count: int = 15) -> dict[str, Any]:
     }
 
 
-def matrix_rate(size: int = 8192) -> float:
-    """FLOP/s of one large product in bf16: the limit for everything made of matrix products."""
-    if not is_cuda():
-        size = 256
-    a, b = (torch.randn(size, size, device=device(), dtype=torch.bfloat16) for _ in range(2))
-    out = torch.empty_like(a)
-    calls = 10 if is_cuda() else 1
-
-    def products() -> None:
-        for _ in range(calls):
-            torch.mm(a, b, out=out)
-
-    return calls * 2 * size**3 / seconds(products, repeats=5, warmup=2)["median"]
-
-
 @torch.no_grad()
 def fill_randomly(parameters: dict[str, Tensor], *, seed: int = 0) -> None:
     """Matrices of standard deviation 0.02, norms 1, made where they are."""

@@ -26,7 +26,7 @@ from adapters.megatron.attention import sdpa_attention
 from adapters.megatron.optimizer import OptimizerSettings
 from adapters.megatron.packing import TrainSample
 from adapters.megatron.trainer import Trainer
-from benchmarks import measure, record
+from benchmarks import limits, measure, record
 from benchmarks.plain_ouro import PlainOuro
 from benchmarks.shapes import OURO_1_4B
 from providers.ouro.config import OuroConfig
@@ -64,7 +64,7 @@ def main() -> None:
         record.commit()
     hf, layouts = (TINY, [(3, 40), (8, 10)]) if a.tiny else (OURO_1_4B, [(16, 1024), (64, 256)])
     runtime.initialize(runtime.RuntimeSettings(deterministic=not a.any_order))
-    results: dict[str, Any] = {"limit_flops_per_second": measure.matrix_rate(), "updates": [], "peers": []}
+    results: dict[str, Any] = {"limit": limits.measure(), "updates": [], "peers": []}
     if not a.no_peer:
         results["peers"] = [peer(hf, recompute=each, tiny=a.tiny, repeats=a.repeats) for each in (True, False)]
     trainer = make_trainer(hf, sdpa=a.sdpa)
@@ -78,7 +78,7 @@ def main() -> None:
                 results["updates"].append(row)
                 print(json.dumps(measure.rounded({k: v for k, v in row.items() if k != "kernels"})), flush=True)
     results = measure.rounded(results)
-    print(json.dumps({"limit": results["limit_flops_per_second"], "peers": results["peers"]}))
+    print(json.dumps({"limit": results["limit"], "peers": results["peers"]}))
     if a.tiny:
         return
     command = "python -m benchmarks.train_replay " + " ".join(sys.argv[1:])

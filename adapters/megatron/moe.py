@@ -23,6 +23,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDisp
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from adapters.megatron.elementwise import gated_halves
 from adapters.megatron.stacked import Stack
 
 DISPATCHERS = {"alltoall": MoEAlltoAllTokenDispatcher, "allgather": MoEAllGatherTokenDispatcher}
@@ -109,8 +110,8 @@ class Experts(MegatronModule):
 
         Expert tensor parallelism leaves the sum over its ranks to the dispatcher.
         """
-        gate, up = grouped_linear(x, getattr(self, self._gate_up), rows_per_expert).chunk(2, -1)
-        out = grouped_linear(F.silu(gate) * up, getattr(self, self._down), rows_per_expert)
+        wide = gated_halves(grouped_linear(x, getattr(self, self._gate_up), rows_per_expert))
+        out = grouped_linear(wide, getattr(self, self._down), rows_per_expert)
         return (out * probabilities[:, None]).to(x.dtype)
 
     def sharded_state_dict(

@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
+from adapters.megatron.elementwise import is_fused, rms_norm
 from adapters.parallelism import Parallelism
 
 
@@ -86,8 +87,7 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # finalize_model_grads sums such gradients over TP
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class SplitRMSNorm(nn.Module):
@@ -101,6 +101,8 @@ class SplitRMSNorm(nn.Module):
         mark_cut(self.weight, 0)
 
     def forward(self, x: Tensor) -> Tensor:
+        if is_fused(x) and len(self.weight) == self.width:
+            return rms_norm(x, self.weight, self.eps)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         # Summed over the ranks in forward, and its gradient in backward: every slice is scaled by the one sum.
         squares = reduce_from_tensor_model_parallel_region(wide.pow(2).sum(-1, keepdim=True))

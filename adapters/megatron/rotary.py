@@ -1,4 +1,4 @@
-"""Rotary position embedding over split halves, in fp32.
+"""The angles of rotary position embedding, in fp32; `elementwise.rotate` turns by them.
 
 Legend: N packed rows, D head width.
 """
@@ -19,10 +19,3 @@ def rotary_embedding(positions: Tensor, *, head_dim: int, theta: float, dtype: t
     angles = positions.to(wide)[:, None] * (1.0 / theta**exponents)
     angles = torch.cat([angles, angles], -1)[:, None]
     return angles.cos(), angles.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns the halves of each head [N, heads, D] by their angles, computed in cos's dtype, returned in x's."""
-    wide = x.to(cos.dtype)
-    first, second = wide.chunk(2, -1)
-    return (wide * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)

@@ -16,10 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 from adapters.megatron.attention import Attention as AttentionKernel
 from adapters.megatron.attention import AttentionView, replay_layout
+from adapters.megatron.elementwise import rotate
 from adapters.megatron.moe import MoE, Routed
 from adapters.megatron.parallel import Column, Embedding, Part, RMSNorm, Row, SplitRMSNorm, pad_rows
 from adapters.megatron.parallel import Sequence as Layers
-from adapters.megatron.rotary import rotary_embedding, rotate
+from adapters.megatron.rotary import rotary_embedding
 from providers.olmoe.config import OlmoeConfig
 
 

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from adapters.megatron.attention import Attention as AttentionKernel
 from adapters.megatron.attention import AttentionView, ReplayLayout, choose_attention, replay_layout
+from adapters.megatron.elementwise import gated, rotate
 from adapters.megatron.parallel import (
     Column,
     Embedding,
@@ -35,7 +36,7 @@ from adapters.megatron.parallel import (
     transformer_config,
 )
 from adapters.megatron.root import RootModule
-from adapters.megatron.rotary import rotary_embedding, rotate
+from adapters.megatron.rotary import rotary_embedding
 from adapters.megatron.runtime import device
 from providers.ouro.config import OuroConfig
 from providers.ouro.physical import physical_tensors
@@ -120,7 +121,7 @@ class MLP(Part):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.enter(x)
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))
 
 
 class Layer(Part):

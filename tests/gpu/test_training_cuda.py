@@ -39,7 +39,7 @@ def views(kind: str, attention: Attention) -> tuple[AttentionView, ...]:
 def value_and_gradients(
     attention: Attention, view: AttentionView, inputs: list[Tensor], weights: Tensor, dtype: torch.dtype
 ) -> list[Tensor]:
-    q, k, v = (x.to(dtype).requires_grad_() for x in inputs)
+    q, k, v = (x.detach().to(dtype, copy=True).requires_grad_() for x in inputs)
     out = attention(q, k, v, view)
     (out * weights.to(dtype)).sum().backward()
     return [x.detach().double() for x in (out, q.grad, k.grad, v.grad)]

@@ -1,0 +1,56 @@
+"""What stands between matrix products: norms, rotation, gates. On CUDA in half precision each is one Triton kernel.
+
+Written with torch's own operations, these read and write memory several times over and take a third of a layer's time.
+The formulas here are the reference, and what runs everywhere else.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def is_fused(x: Tensor) -> bool:
+    """Whether the Triton kernels take it."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last dimension, in fp32 and rounded to x's dtype before the weight."""
+    if is_fused(x):
+        from adapters.megatron.kernels import norm
+
+        return norm.rms_norm(x, weight, eps)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns the halves of each head [N, heads, D] by their angles [N, 1, D], in cos's dtype, returned in x's."""
+    if is_fused(x):
+        from adapters.megatron.kernels import rotation
+
+        return rotation.rotate(x, cos, sin)
+    wide = x.to(cos.dtype)
+    first, second = wide.chunk(2, -1)
+    return (wide * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up of [N, W] each."""
+    if is_fused(gate):
+        from adapters.megatron.kernels import gating
+
+        return gating.gated(gate, up)
+    return F.silu(gate) * up
+
+
+def gated_halves(x: Tensor) -> Tensor:
+    """The same of [N, 2 W] -> [N, W]; the first half is the gate."""
+    if is_fused(x):
+        from adapters.megatron.kernels import gating
+
+        return gating.gated_halves(x)
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up

@@ -1,0 +1,1 @@
+"""Triton kernels of the training side. Each module is imported where it runs: on CUDA, which brings Triton."""
