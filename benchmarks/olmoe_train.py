@@ -22,46 +22,10 @@ from torch import Tensor, nn
 
 from adapters.megatron import runtime
 from benchmarks import limits, measure, record
+from benchmarks.shapes import SHAPES
 from providers.olmoe.config import OlmoeConfig
 from providers.olmoe.model import build
 from tether.throughput import forward_flops
-
-OLMOE_1B_7B: dict[str, Any] = {
-    "architectures": ["OlmoeForCausalLM"],
-    "model_type": "olmoe",
-    "vocab_size": 50304,
-    "hidden_size": 2048,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "num_experts": 64,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": False,
-    "clip_qkv": None,
-    "hidden_act": "silu",
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "router_aux_loss_coef": 0.01,
-    "bos_token_id": 1,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-    "torch_dtype": "bfloat16",
-}
-TINY = {
-    **OLMOE_1B_7B,
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-}
 
 
 def main() -> None:
@@ -74,7 +38,7 @@ def main() -> None:
     a = parser.parse_args()
     if not a.tiny and not a.commit:
         record.commit()
-    hf, shape = (TINY, (2, 24)) if a.tiny else (OLMOE_1B_7B, (4, 2048))
+    hf, shape = SHAPES["tiny-olmoe" if a.tiny else "olmoe-1b-7b"], (2, 24) if a.tiny else (4, 2048)
     runtime.initialize(runtime.RuntimeSettings())
     tokens = torch.randint(4, hf["vocab_size"], shape, device=measure.device())
     results: dict[str, Any] = {"limit": limits.measure()}

@@ -28,21 +28,11 @@ from adapters.megatron.packing import TrainSample
 from adapters.megatron.trainer import Trainer
 from benchmarks import limits, measure, record
 from benchmarks.plain_ouro import PlainOuro
-from benchmarks.shapes import OURO_1_4B
+from benchmarks.shapes import SHAPES
 from providers.ouro.config import OuroConfig
 from providers.ouro.model import build
 from tether.throughput import forward_flops
 
-TINY = {
-    **OURO_1_4B,
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-}
 DEPTHS = ("full", "fixed3", "fixed2", "early_exit")
 EXIT_SHARES = (0.1, 0.3, 0.3, 0.3)
 """Of generated tokens that leave after 1, 2, 3 and 4 loops in the early-exit case."""
@@ -62,7 +52,9 @@ def main() -> None:
     a = parser.parse_args()
     if not a.tiny and not a.commit:
         record.commit()
-    hf, layouts = (TINY, [(3, 40), (8, 10)]) if a.tiny else (OURO_1_4B, [(16, 1024), (64, 256)])
+    hf, layouts = SHAPES["tiny-ouro" if a.tiny else "ouro-1.4b"], [(16, 1024), (64, 256)]
+    if a.tiny:
+        layouts = [(3, 40), (8, 10)]
     runtime.initialize(runtime.RuntimeSettings(deterministic=not a.any_order))
     results: dict[str, Any] = {"limit": limits.measure(), "updates": [], "peers": []}
     if not a.no_peer:

@@ -35,9 +35,9 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        into = torch.empty_like(gate), torch.empty_like(up)
-        _run_backward(gate, up, grad, *into)
-        return into
+        d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
+        _run_backward(gate, up, grad, d_gate, d_up)
+        return d_gate, d_up
 
 
 class _GatedHalves(torch.autograd.Function):
@@ -45,13 +45,15 @@ class _GatedHalves(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor) -> Tensor:
         x = x.contiguous()
         ctx.save_for_backward(x)
-        return _run_forward(*x.chunk(2, -1))
+        gate, up = x.chunk(2, -1)
+        return _run_forward(gate, up)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         into = torch.empty_like(x)
-        _run_backward(*x.chunk(2, -1), grad, *into.chunk(2, -1))
+        (gate, up), (d_gate, d_up) = x.chunk(2, -1), into.chunk(2, -1)
+        _run_backward(gate, up, grad, d_gate, d_up)
         return into
 
 
