@@ -97,7 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_model(path: Path, *, tiny: bool) -> None:
     if not tiny:
-        return write_model(path, "ouro-1.4b")
+        write_model(path, "ouro-1.4b")
+        return
     from tests.tiny import write_ouro
 
     write_ouro(path)

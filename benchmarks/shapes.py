@@ -81,8 +81,8 @@ def config_of(name: str) -> Any:
     return provider(SHAPES[name]["model_type"], "config").Config.from_hf(SHAPES[name])
 
 
-def write_model(path: Path, name: str) -> Path:
-    """Random weights at standard deviation 0.02, norms 1, in bf16; made on the accelerator where there is one.
+def write_model(path: Path, name: str, *, norm_std: float = 0.0) -> Path:
+    """Random weights at standard deviation 0.02, norms around 1, in bf16; made on the accelerator where there is one.
 
     One file a few gigabytes large after the other, so that no copy of the whole model is in memory. Returns `path`.
     """
@@ -104,7 +104,7 @@ def write_model(path: Path, name: str) -> Path:
             files.append({})
             size = 0
         noise = torch.randn(tensor.shape, generator=generator, device=device)
-        value = torch.ones_like(noise) if "norm" in tensor_name else 0.02 * noise
+        value = 1 + norm_std * noise if "norm" in tensor_name else 0.02 * noise
         files[-1][tensor_name] = value.to(torch.bfloat16).cpu()
         places[tensor_name] = len(files)
         size += files[-1][tensor_name].nbytes

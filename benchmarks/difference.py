@@ -1,0 +1,193 @@
+"""Why bf16 scores of trainer and engine differ: one cause at a time, at Ouro-1.4B's shape on the same sequences.
+
+    python -m benchmarks.difference [--shape ouro-1.4b] [--requests 16] [--tokens 64] [--commit ID]
+
+An engine makes rollouts at two, three and four loops and by early exit, and scores them again by their trace. Then the
+training model, without optimizer, scores them as it is, in fp32, and in bf16 with one thing changed at a time
+(`difference_variants`). For each of those: how far it is from the trainer as it is (what the thing does by itself),
+from the engine (what remains when it is made equal), and from fp32. Random weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from adapters.contract import GenerationRequest, SamplingParams, ScoreRequest, derive_seed
+from adapters.hf_convert.directory import HFDirectory
+from adapters.vllm_engine.client.local import LocalEngine
+from adapters.vllm_engine.settings import EngineSettings
+from benchmarks import difference_variants as variants
+from benchmarks import record, yardstick
+from benchmarks.shapes import SHAPES, config_of, write_model
+
+POLICIES = ("fixed:2", "fixed:3", "fixed:4", "early:0.8:2:4")
+TEMPERATURE = 1.0
+NORM_STD = 0.05
+"""Of the norms' weights around 1: where they are 1, rounding before them is no difference."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--shape", choices=[name for name in SHAPES if "ouro" in name], default="ouro-1.4b")
+    parser.add_argument("--requests", type=int, default=16, help="of each policy, decoded at the same time")
+    parser.add_argument("--tokens", type=int, default=64, help="of each prompt, and of each response")
+    parser.add_argument("--commit", help="of a working tree without git, as on a lent machine")
+    parser.add_argument("--no-record", action="store_true", help="print only; the working tree may differ from HEAD")
+    arguments = parser.parse_args(argv)
+    if not (arguments.no_record or arguments.commit):
+        record.commit()
+    begun = time.perf_counter()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = write_model(folder / "model", arguments.shape, norm_std=NORM_STD)
+        torch.cuda.empty_cache()
+        samples, policies, rescored = roll(model, folder / "log", arguments)
+        torch.cuda.empty_cache()
+        results = measure(HFDirectory(model), samples, policies, rescored, rows=arguments.requests)
+    results["seconds"] = round(time.perf_counter() - begun, 1)
+    print(json.dumps(results, indent=1))
+    for row in results["rows"]:
+        means = {key: row[key]["all"]["mean"] for key in ("to_trainer", "to_engine", "to_fp32") if row.get(key)}
+        print(f"{row['name']:45}", "  ".join(f"{key} {value:.2e}" for key, value in means.items()))
+    if not arguments.no_record:
+        command = f"python -m benchmarks.difference --requests {arguments.requests} --tokens {arguments.tokens}"
+        name = "difference_" + arguments.shape.replace("-", "_").replace(".", "_")
+        settings = {
+            "shape": arguments.shape,
+            "policies": POLICIES,
+            "temperature": TEMPERATURE,
+            "std": 0.02,
+            "norm_std": NORM_STD,
+        }
+        print(record.write(name, command=command, settings=settings, results=results, commit_id=arguments.commit))
+    return 0
+
+
+def roll(model: Path, log: Path, arguments: argparse.Namespace) -> tuple[list[Any], list[str], list[list[float]]]:
+    """Samples of all policies, the policy of each, and the engine's second opinion: its scores by trace."""
+    from adapters.megatron.packing import TrainSample
+
+    count, tokens = arguments.requests, arguments.tokens
+    config, rng = config_of(arguments.shape), np.random.default_rng(0)
+    per_token = 2 * config.num_kv_heads * config.head_dim * config.num_layers * config.num_loops * 2
+    settings = EngineSettings(
+        model=model,
+        log_path=log,
+        max_model_len=2 * tokens,
+        dtype="bfloat16",
+        max_num_seqs=count,
+        kv_cache_bytes=max(64 << 20, 2 * per_token * (2 * tokens + 64) * count),
+    )
+    samples, policies, rescored = [], [], []
+    with LocalEngine(settings) as engine:
+        for policy in POLICIES:
+            requests = [
+                GenerationRequest(
+                    request_id=f"{policy}/{i}",
+                    prompt_token_ids=tuple(rng.integers(4, config.vocab_size, tokens).tolist()),
+                    sampling=SamplingParams(max_tokens=tokens, temperature=TEMPERATURE, ignore_eos=True),
+                    seed=derive_seed(policy, i),
+                    execution=policy,
+                )
+                for i in range(count)
+            ]
+            results = {result.request_id: result for result in engine.generate(requests)}
+            ordered = [results[request.request_id] for request in requests]
+            scored = engine.score(
+                [
+                    ScoreRequest(
+                        request_id=f"score/{request.request_id}",
+                        token_ids=request.prompt_token_ids + result.token_ids,
+                        num_prompt_tokens=tokens,
+                        temperature=TEMPERATURE,
+                        trace=result.trace,
+                    )
+                    for request, result in zip(requests, ordered, strict=True)
+                ]
+            )
+            rescored += [list(each.logprobs) for each in scored]
+            policies += [policy] * count
+            samples += [
+                TrainSample(
+                    prompt_token_ids=request.prompt_token_ids,
+                    response_token_ids=result.token_ids,
+                    rollout_logprobs=result.logprobs,
+                    trace=torch.tensor(list(result.trace.data)),
+                    temperature=TEMPERATURE,
+                )
+                for request, result in zip(requests, ordered, strict=True)
+            ]
+    return samples, policies, rescored
+
+
+def measure(
+    directory: HFDirectory, samples: list[Any], policies: list[str], rescored: list[list[float]], *, rows: int
+) -> dict[str, Any]:
+    """All differences. `rows` is how many requests the engine decoded at once."""
+    from adapters.megatron import runtime
+
+    runtime.initialize(runtime.RuntimeSettings())
+    engine = [list(sample.rollout_logprobs) for sample in samples]
+    exact = yardstick.score(yardstick.load(directory, torch.float32), samples, 8192)
+    model = yardstick.load(directory, torch.bfloat16)
+    longest = max(sample.num_inputs for sample in samples)
+    scores, seconds = {}, {}
+    for name, (variant, budget) in cases(rows, longest).items():
+        begun = time.perf_counter()
+        with variant(model):
+            scores[name] = yardstick.score(model, samples, budget)
+        seconds[name] = round(time.perf_counter() - begun, 2)
+    runtime.shutdown()
+    trainer = scores["trainer"]
+
+    def row(name: str, values: list[list[float]]) -> dict[str, Any]:
+        against = {"to_trainer": trainer, "to_engine": engine, "to_fp32": exact}
+        return {"name": name, **{key: apart(values, other, policies) for key, other in against.items()}}
+
+    table = [row(name, values) for name, values in scores.items()]
+    table += [row("engine", engine), row("engine, scored again by trace", rescored), row("fp32", exact)]
+    return {"rows": table, "variant_seconds": seconds, "tokens": sum(map(len, engine)), "rows_per_step": rows}
+
+
+def cases(rows: int, longest: int) -> dict[str, tuple[variants.Variant, int]]:
+    """Variants by name, with the tokens of a micro-batch."""
+    v = variants
+    like_engine = v.together(v.rows_at_a_time(rows), v.fused_products, v.rotary_table_in_bf16)
+    return {
+        "trainer": (v.as_it_is, 8192),
+        "attention: torch's choice over buckets": (v.dense, 8192),
+        "attention: plain products, softmax in fp32": (v.math_attention, 8192),
+        "attention: fp32, rounded once": (v.wide_attention, 8192),
+        "products: one sequence at a time": (v.as_it_is, longest),
+        f"products: {rows} rows at a time": (v.rows_at_a_time(rows), 8192),
+        "products: fused as in the engine": (v.fused_products, 8192),
+        "norm: rounded once": (v.norm_rounded_once, 8192),
+        "rotary: table in fp32": (v.rotary_table_in_fp32, 8192),
+        "rotary: table in bf16": (v.rotary_table_in_bf16, 8192),
+        "rotary: table and rotation in bf16": (v.rotary_in_bf16, 8192),
+        "log-softmax: of fp32 logits": (v.head_in_fp32, 8192),
+        "products and rotary table as in the engine": (like_engine, 8192),
+    }
+
+
+def apart(one: list[list[float]], other: list[list[float]], policies: list[str]) -> dict[str, dict[str, float]]:
+    """Mean and largest difference, of all tokens and by policy."""
+    found = {}
+    for policy in ("all", *dict.fromkeys(policies)):
+        chosen = [i for i, own in enumerate(policies) if policy in ("all", own)]
+        found[policy] = yardstick.spread(np.concatenate([np.subtract(one[i], other[i]) for i in chosen]))
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""A training model of Ouro with one thing changed at a time: what could set it apart from an engine in bf16.
+
+Each variant is a context in which a loaded model computes otherwise; outside of it the model is as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import providers.ouro.model as ouro
+from adapters.megatron.attention import sdpa_attention
+from adapters.megatron.parallel import Column, RMSNorm, Row
+
+Variant = Callable[[Any], contextlib.AbstractContextManager[None]]
+
+
+def as_it_is(model: Any) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Another value of an attribute, put back afterwards."""
+    had, old = name in vars(owner), getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if had:
+            setattr(owner, name, old)
+        else:
+            delattr(owner, name)
+
+
+@contextlib.contextmanager
+def kernel(model: Any, attention: Any) -> Iterator[None]:
+    """Another attention kernel in all layers; it reads the views' buckets."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced(model.model, "attention", sdpa_attention))
+        for layer in model.model.layers:
+            stack.enter_context(replaced(layer.self_attn, "kernel", attention))
+        yield
+
+
+@contextlib.contextmanager
+def dense(model: Any) -> Iterator[None]:
+    """torch's scaled_dot_product_attention over padded buckets, with the kernel that torch chooses."""
+    with kernel(model, sdpa_attention):
+        yield
+
+
+@contextlib.contextmanager
+def math_attention(model: Any) -> Iterator[None]:
+    """The same with torch's plain products and softmax, in fp32 inside."""
+    with kernel(model, sdpa_attention), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        yield
+
+
+@contextlib.contextmanager
+def wide_attention(model: Any) -> Iterator[None]:
+    """Attention in fp32 of bf16 queries, keys and values, rounded once: an attention without rounding of its own."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, view: Any) -> Tensor:
+        return sdpa_attention(q.float(), k.float(), v.float(), view).to(q.dtype)
+
+    with kernel(model, attend):
+        yield
+
+
+def rows_at_a_time(rows: int) -> Variant:
+    """Every product over so many rows at once: a decode step of as many requests."""
+
+    @contextlib.contextmanager
+    def variant(model: Any) -> Iterator[None]:
+        def product(self: Any, x: Tensor) -> Tensor:
+            return torch.cat([F.linear(part, self.weight) for part in x.split(rows)])
+
+        with replaced(Column, "forward", product), replaced(Row, "forward", product):
+            yield
+
+    return variant
+
+
+@contextlib.contextmanager
+def fused_products(model: Any) -> Iterator[None]:
+    """One product for queries, keys and values, and one for gate and up, as the engine has them."""
+
+    def attention(self: Any, x: Tensor, left: Any, rotary: Any, view: Any) -> tuple[Tensor, Tensor, Tensor]:
+        parts = (self.q_proj, self.k_proj, self.v_proj)
+        fused = F.linear(x[: view.num_queries], torch.cat([part.weight for part in parts]))
+        split = fused.split([part.weight.shape[0] for part in parts], -1)
+        q, k, v = (each.unflatten(-1, (-1, self.head_dim)) for each in split)
+        q, k = ouro.rotate(q, *rotary), ouro.rotate(k, *rotary)
+        keys, values = torch.cat([k, left[0]]), torch.cat([v, left[1]])
+        return self.o_proj(self.kernel(q, keys, values, view)), k, v
+
+    def mlp(self: Any, x: Tensor) -> Tensor:
+        gate, up = F.linear(x, torch.cat([self.gate_proj.weight, self.up_proj.weight])).chunk(2, -1)
+        return self.down_proj(F.silu(gate) * up)
+
+    with replaced(ouro.Attention, "forward", attention), replaced(ouro.MLP, "forward", mlp):
+        yield
+
+
+@contextlib.contextmanager
+def norm_rounded_once(model: Any) -> Iterator[None]:
+    """The norm's weight multiplied in fp32, rounded once, where the trainer rounds before the weight too."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (wide * self.weight.float()).to(x.dtype)
+
+    with replaced(RMSNorm, "forward", forward):
+        yield
+
+
+@contextlib.contextmanager
+def rotary_table_in_bf16(model: Any) -> Iterator[None]:
+    """Cosines and sines rounded to the model's dtype, as vLLM's table has them; the rotation itself in fp32."""
+    original = ouro.rotary_embedding
+
+    def rounded(*arguments: Any, dtype: torch.dtype, **options: Any) -> tuple[Tensor, Tensor]:
+        cos, sin = original(*arguments, dtype=dtype, **options)
+        return cos.to(torch.bfloat16).to(cos.dtype), sin.to(torch.bfloat16).to(sin.dtype)
+
+    with replaced(ouro, "rotary_embedding", rounded):
+        yield
+
+
+@contextlib.contextmanager
+def rotary_table_in_fp32(model: Any) -> Iterator[None]:
+    """Cosines and sines in fp32."""
+    original = ouro.rotary_embedding
+
+    def wide(*arguments: Any, dtype: torch.dtype, **options: Any) -> tuple[Tensor, Tensor]:
+        return original(*arguments, dtype=torch.float32, **options)
+
+    with replaced(ouro, "rotary_embedding", wide):
+        yield
+
+
+@contextlib.contextmanager
+def rotary_in_bf16(model: Any) -> Iterator[None]:
+    """The same table, and the rotation in bf16: each product rounded, and their sum."""
+
+    def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        half = cos.shape[-1] // 2
+        cos, sin = cos[..., :half].to(x.dtype), sin[..., :half].to(x.dtype)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+    with replaced(ouro, "rotate", rotate):
+        yield
+
+
+@contextlib.contextmanager
+def head_in_fp32(model: Any) -> Iterator[None]:
+    """Logits that are never rounded to bf16: what their rounding does to log-probs."""
+
+    def forward(x: Tensor) -> Tensor:
+        return F.linear(x.float(), model.lm_head.weight.float())
+
+    with replaced(model.lm_head, "forward", forward):
+        yield
+
+
+def together(*variants: Variant) -> Variant:
+    """All of them at once; later ones inside."""
+
+    @contextlib.contextmanager
+    def variant(model: Any) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for each in variants:
+                stack.enter_context(each(model))
+            yield
+
+    return variant
