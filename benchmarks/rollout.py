@@ -6,7 +6,8 @@ Random weights, prompts of 128 tokens, responses of 256 (`ignore_eos`, seeded, t
 the other in this run: ours with graphs, ours eager, and the peer: the same layers in vLLM at full depth without trace,
 policy or worker code, as one graph of vLLM's own. Beside each figure the limit: the bytes that a step must read (every
 layer's weights once a loop, the head, the keys and values of each loop) over the bandwidth of a copy measured in the
-same run, and for the prompts their products over the rate of a large one.
+same run, and for the prompts their products over the rate of a large one. What holds a step back is seen by torch's
+profiler over some decode steps of an engine in this process: kernels by time, and how long the device waits.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from typing import Any
 
 import torch
 
-from adapters.contract import GenerationRequest, SamplingParams, derive_seed
+from adapters.contract import GenerationRequest, SamplingParams, Version, derive_seed
 from adapters.vllm_engine.process.main import environment
+from adapters.vllm_engine.settings import EngineSettings
 from benchmarks import limits, record
 from benchmarks.shapes import write_model
 
@@ -46,6 +48,7 @@ CASES: dict[str, list[Case]] = {
     ],
     "peer": [("full", batch, RESPONSE) for batch in (256, 128, 32, 8, 1)],
 }
+PROFILED: list[Case] = [("fixed:4", 256, RESPONSE), (EARLY, 256, RESPONSE), ("fixed:4", 1, RESPONSE)]
 TINY_CASES: dict[str, list[Case]] = {
     "graphs": [("fixed:4", 8, 8), (EARLY, 8, 8)],
     "eager": [("fixed:2", 8, 8)],
@@ -63,22 +66,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.child:
         engine, model, answer = arguments.child
-        cases = (TINY_CASES if arguments.tiny else CASES)[engine]
-        Path(answer).write_text(json.dumps(measure(engine, Path(model), cases, arguments.repeats)))
+        if engine == "profile":
+            found = profile(Path(model), [(p, 4, 12) for p, *_ in PROFILED] if arguments.tiny else PROFILED)
+        else:
+            cases = (TINY_CASES if arguments.tiny else CASES)[engine]
+            found = measure(engine, Path(model), cases, arguments.repeats)
+        Path(answer).write_text(json.dumps(found))
         return 0
     if not (arguments.commit or arguments.tiny):
         record.commit()
-    rows, starts = [], {}
+    rows, starts, profiled = [], {}, []
     with tempfile.TemporaryDirectory() as name:
         model = Path(name) / "model"
         make_model(model, tiny=arguments.tiny)
-        for engine in arguments.engines:
+        for engine in [*arguments.engines, "profile"]:
             answer = Path(name) / f"{engine}.json"
             command = [sys.executable, "-m", "benchmarks.rollout", *(["--tiny"] if arguments.tiny else [])]
             command += ["--repeats", str(arguments.repeats), "--child", engine, str(model), str(answer)]
             cuda = torch.cuda.device_count() > 0
             subprocess.run(command, check=True, env=environment(dict(os.environ), cuda=cuda))
             measured = json.loads(answer.read_text())
+            if engine == "profile":
+                profiled = measured
+                continue
             starts[engine], shape = measured["start_seconds"], measured["shape"]
             rows += measured["rows"]
     machine = limits.measure()
@@ -86,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         row["limit_tokens_per_second"] = limit(row, shape, machine)
         best = max(row["tokens_per_second"]) if arguments.tiny else record.spread(row["tokens_per_second"])["median"]
         print(f"{row['engine']:7s} {row['policy']:14s} {row['requests']:4d} x {row['response']}: {best:9.1f} tokens/s")
-    results = {"rows": rows, "start_seconds": starts, "machine": machine}
+    results = {"rows": rows, "profiled_steps": profiled, "start_seconds": starts, "machine": machine}
     if not arguments.tiny:
         settings = {"prompt": PROMPT, "repeats": arguments.repeats, "warm_up": "one run of each case, dropped"}
         command_line = "python -m benchmarks.rollout"
@@ -131,11 +141,8 @@ Run = Callable[[str, int, int, int], float]
 """(policy, requests, tokens, repeat) -> mean loops of a generated token."""
 
 
-def start_ours(model: Path, engine: str, most: int) -> tuple[Run, Callable[[], None]]:
-    from adapters.vllm_engine.client.local import LocalEngine
-    from adapters.vllm_engine.settings import EngineSettings
-
-    settings = EngineSettings(
+def settings_of(model: Path, engine: str, most: int) -> EngineSettings:
+    return EngineSettings(
         model=model,
         log_path=model / f"{engine}.log",
         max_model_len=PROMPT + RESPONSE,
@@ -145,19 +152,28 @@ def start_ours(model: Path, engine: str, most: int) -> tuple[Run, Callable[[], N
         enable_prefix_caching=False,
         enforce_eager=engine == "eager",
     )
-    running = LocalEngine(settings)
+
+
+def requests_of(model: Path, policy: str, count: int, response: int, repeat: int) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(
+            request_id=f"{policy}-{response}-{repeat}-{i}",
+            prompt_token_ids=prompt,
+            sampling=SamplingParams(max_tokens=response, ignore_eos=True),
+            seed=derive_seed(repeat, i),
+            execution=policy,
+        )
+        for i, prompt in enumerate(prompts(model, count))
+    ]
+
+
+def start_ours(model: Path, engine: str, most: int) -> tuple[Run, Callable[[], None]]:
+    from adapters.vllm_engine.client.local import LocalEngine
+
+    running = LocalEngine(settings_of(model, engine, most))
 
     def run(policy: str, count: int, response: int, repeat: int) -> float:
-        requests = [
-            GenerationRequest(
-                request_id=f"{policy}-{response}-{repeat}-{i}",
-                prompt_token_ids=prompt,
-                sampling=SamplingParams(max_tokens=response, ignore_eos=True),
-                seed=derive_seed(repeat, i),
-                execution=policy,
-            )
-            for i, prompt in enumerate(prompts(model, count))
-        ]
+        requests = requests_of(model, policy, count, response, repeat)
         depths: list[int] = []
         for result in running.generate(requests):
             if result.error or len(result.token_ids) != response:
@@ -212,6 +228,39 @@ def start_peer(model: Path, engine: str, most: int) -> tuple[Run, Callable[[], N
         return 4.0
 
     return run, vllm.engine_core.shutdown
+
+
+def profile(model: Path, cases: list[Case]) -> list[dict[str, Any]]:
+    """Decode steps of an engine in this process, once timed by the clock and once under the profiler."""
+    from adapters.vllm_engine.process.core import Core
+
+    core, version = Core(settings_of(model, "profile", max(case[1] for case in cases))), Version(0, 0)
+    found = []
+    for policy, count, response in cases:
+        for request in requests_of(model, policy, count, response, 0):
+            core.add(request)
+        for _ in range(response // 2):
+            core.step(version)
+        seconds = _timed(lambda: core.step(version))
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        activities += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+        with torch.profiler.profile(activities=activities) as profiler:
+            _timed(lambda: core.step(version))
+        found.append({"policy": policy, "requests": count, "ms_per_step": 1e3 * seconds, **kernels(profiler, STEPS)})
+        core.abort_all(version)
+    core.close()
+    return found
+
+
+STEPS = 4
+
+
+def _timed(step: Callable[[], object]) -> float:
+    """Seconds of one of STEPS steps."""
+    started = time.perf_counter()
+    for _ in range(STEPS):
+        step()
+    return (time.perf_counter() - started) / STEPS
 
 
 def prompts(model: Path, count: int) -> Iterator[tuple[int, ...]]:

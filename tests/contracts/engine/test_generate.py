@@ -131,7 +131,8 @@ def test_abort_keeps_what_there_is(engine: Any) -> None:
     assert 0 < count < 200 and len(aborted.logprobs) == count and aborted.trace.shape[0] == 3 + count - 1
     assert len(finished.token_ids) == 200
     replay = run(engine, [long[0]])[0]
-    assert replay.token_ids[:count] == aborted.token_ids and replay.logprobs[:count] == aborted.logprobs
+    assert replay.token_ids[:count] == aborted.token_ids
+    assert near(replay.logprobs[:count], aborted.logprobs, engine.trace_kind)
 
 
 def test_results_left_unread_are_aborted_and_nothing_accumulates(engine: Any) -> None:

@@ -65,7 +65,7 @@ def test_scoring_leaves_no_blocks_in_the_prefix_cache(engine: Any, loops_only: N
     )
     first = run(engine, [long])[0]
     full = engine.score([score_of(long, first, trace=None)])[0]
-    assert full.logprobs == first.logprobs
+    assert near(full.logprobs, first.logprobs, engine.trace_kind)
 
 
 def test_bad_score_requests_fail_alone(engine: Any) -> None:
