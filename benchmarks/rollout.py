@@ -28,7 +28,7 @@ import torch
 from adapters.contract import GenerationRequest, SamplingParams, Version, derive_seed
 from adapters.vllm_engine.process.main import environment
 from adapters.vllm_engine.settings import EngineSettings
-from benchmarks import limits, record
+from benchmarks import limits, measure, record
 from benchmarks.shapes import write_model
 
 PROMPT, RESPONSE = 128, 256
@@ -67,30 +67,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.child:
         engine, model, answer = arguments.child
         if engine == "profile":
-            found = profile(Path(model), [(p, 4, 12) for p, *_ in PROFILED] if arguments.tiny else PROFILED)
+            found = profile(Path(model), [(p, 4, 64) for p, *_ in PROFILED] if arguments.tiny else PROFILED)
         else:
             cases = (TINY_CASES if arguments.tiny else CASES)[engine]
-            found = measure(engine, Path(model), cases, arguments.repeats)
+            found = timed(engine, Path(model), cases, arguments.repeats)
         Path(answer).write_text(json.dumps(found))
         return 0
     if not (arguments.commit or arguments.tiny):
         record.commit()
     rows, starts, profiled = [], {}, []
     with tempfile.TemporaryDirectory() as name:
-        model = Path(name) / "model"
-        make_model(model, tiny=arguments.tiny)
+        model = write_model(Path(name) / "model", "tiny-ouro" if arguments.tiny else "ouro-1.4b")
         for engine in [*arguments.engines, "profile"]:
             answer = Path(name) / f"{engine}.json"
             command = [sys.executable, "-m", "benchmarks.rollout", *(["--tiny"] if arguments.tiny else [])]
             command += ["--repeats", str(arguments.repeats), "--child", engine, str(model), str(answer)]
             cuda = torch.cuda.device_count() > 0
             subprocess.run(command, check=True, env=environment(dict(os.environ), cuda=cuda))
-            measured = json.loads(answer.read_text())
+            got = json.loads(answer.read_text())
             if engine == "profile":
-                profiled = measured
+                profiled = got
                 continue
-            starts[engine], shape = measured["start_seconds"], measured["shape"]
-            rows += measured["rows"]
+            starts[engine], shape = got["start_seconds"], got["shape"]
+            rows += got["rows"]
     machine = limits.measure()
     for row in rows:
         row["limit_tokens_per_second"] = limit(row, shape, machine)
@@ -105,16 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def make_model(path: Path, *, tiny: bool) -> None:
-    if not tiny:
-        write_model(path, "ouro-1.4b")
-        return
-    from tests.tiny import write_ouro
-
-    write_ouro(path)
-
-
-def measure(engine: str, model: Path, cases: list[Case], repeats: int) -> dict[str, Any]:
+def timed(engine: str, model: Path, cases: list[Case], repeats: int) -> dict[str, Any]:
     """One engine's cases, each once to warm up and then `repeats` times."""
     started = time.perf_counter()
     run, close = (start_peer if engine == "peer" else start_ours)(model, engine, max(case[1] for case in cases))
@@ -241,12 +231,9 @@ def profile(model: Path, cases: list[Case]) -> list[dict[str, Any]]:
             core.add(request)
         for _ in range(response // 2):
             core.step(version)
-        seconds = _timed(lambda: core.step(version))
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        activities += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-        with torch.profiler.profile(activities=activities) as profiler:
-            _timed(lambda: core.step(version))
-        found.append({"policy": policy, "requests": count, "ms_per_step": 1e3 * seconds, **kernels(profiler, STEPS)})
+        step_ms = 1e3 / STEPS * measure.seconds(lambda: steps(core), repeats=3)["median"]
+        kernels = measure.top_kernels(lambda: steps(core))
+        found.append({"policy": policy, "requests": count, "steps": STEPS, "ms_per_step": step_ms, **kernels})
         core.abort_all(version)
     core.close()
     return found
@@ -255,12 +242,9 @@ def profile(model: Path, cases: list[Case]) -> list[dict[str, Any]]:
 STEPS = 4
 
 
-def _timed(step: Callable[[], object]) -> float:
-    """Seconds of one of STEPS steps."""
-    started = time.perf_counter()
+def steps(core: Any) -> None:
     for _ in range(STEPS):
-        step()
-    return (time.perf_counter() - started) / STEPS
+        core.step(Version(0, 0))
 
 
 def prompts(model: Path, count: int) -> Iterator[tuple[int, ...]]:
