@@ -15,6 +15,8 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from adapters.megatron.elementwise import is_fused
+
 
 def selected_logprobs(
     hidden: Tensor,
@@ -31,7 +33,8 @@ def selected_logprobs(
 
     Args:
         hidden: [R, H] states from which the targets are predicted, whole on every tensor-parallel rank.
-        head: [rows, H] -> [rows, V / tp], this rank's slice of the logits.
+        head: [rows, H] -> [rows, V / tp], this rank's slice of the logits. One with a `weight` [V / tp, H] is taken to
+            be a product with it, without a bias; on CUDA in half precision Triton kernels then read its logits.
         targets: [R] int64 token ids.
         temperature: one value, or [R] in fp32, > 0. The distribution is the one that a rollout at this temperature drew
             from; with another one the ratio of the policy loss does not start at 1.
@@ -44,6 +47,13 @@ def selected_logprobs(
     rows = hidden.shape[0]
     if not isinstance(temperature, Tensor):
         temperature = torch.full((rows,), float(temperature), device=hidden.device)
+    weight = getattr(head, "weight", None)
+    if is_fused(hidden) and weight is not None:
+        from adapters.megatron.kernels import logprob
+
+        return logprob.selected_logprobs(
+            hidden, weight, head, targets, temperature, chunk_rows=chunk_rows, with_entropy=with_entropy
+        )
 
     def part(hidden: Tensor, targets: Tensor, temperature: Tensor) -> Tensor:
         # The division makes a new tensor: vocab_parallel_cross_entropy overwrites its input.
