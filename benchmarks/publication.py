@@ -4,17 +4,22 @@
     python -m benchmarks.publication --device cuda --staging ipc             # Ouro-1.4B's shape, bf16
 
 A real engine on a random Ouro. Writes benchmarks/results/publication_{cpu,cuda_STAGING}.json: seconds by phase, beside
-two copies, tensor by tensor: into new memory (what a second copy of a state dict costs), and over memory that exists
-and is mapped (`Tensor.copy_`, the bandwidth of memory). New memory is mapped for the copy on CPU, because what malloc
-gives may be memory that was used before, and `Tensor.clone` on CUDA. On CPU with one thread.
+copies, tensor by tensor: into new memory (what a second copy of a state dict costs), and over memory that exists and is
+mapped (`Tensor.copy_`, the bandwidth of memory), on one thread and on as many as a publication uses. New memory is
+mapped for the copy on CPU, because what malloc gives may be memory that was used before, and `Tensor.clone` on CUDA.
+
+The limit is the bytes by the bandwidth of one large copy, over the bus and back where they travel through the host.
+With `--staging ipc` vLLM's own transfer over CUDA IPC is measured in the same run (`publication_peer`).
 """
 
 from __future__ import annotations
 
 import argparse
 import mmap
+import os
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,10 +29,11 @@ from safetensors.torch import load_file
 
 from adapters.clock import Clock
 from adapters.contract import Version
+from adapters.threads import spread
 from adapters.vllm_engine.client.local import LocalEngine
 from adapters.vllm_engine.memory.staging import Staging
 from adapters.vllm_engine.settings import EngineSettings
-from benchmarks import record
+from benchmarks import limits, publication_peer, record
 from tests.tiny import write_ouro
 
 SHAPES = {
@@ -50,7 +56,18 @@ SHAPES = {
         "num_hidden_layers": 24,
     },
 }
+TINY = {
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
+
+
+PAUSE = ("drain", "load", "read back", "settle")
+"""The phases in which nothing is generated."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,22 +75,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", choices=SHAPES, default="cpu")
     parser.add_argument("--staging", choices=["host", "shadow", "ipc"], default="host")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the command; records nothing")
     parser.add_argument("--commit", help="of a working tree without git, as on a lent machine")
     parser.add_argument("--no-record", action="store_true", help="print only; the working tree may differ from HEAD")
     arguments = parser.parse_args(argv)
     device, staging = arguments.device, arguments.staging
-    if not (arguments.no_record or arguments.commit):
+    is_recorded = not (arguments.no_record or arguments.tiny)
+    if is_recorded and not arguments.commit:
         record.commit()
     torch.set_num_threads(1)
-    results = measure(device, staging, arguments.repeats)
+    shape = {**SHAPES[device], **(TINY if arguments.tiny else {})}
+    results = measure(device, staging, arguments.repeats, shape)
     print(results)
-    if not arguments.no_record:
+    if is_recorded:
         print(
             record.write(
                 "publication_cpu" if device == "cpu" else f"publication_cuda_{staging}",
                 command="python -m benchmarks.publication "
                 + f"--repeats {arguments.repeats} --device {device} --staging {staging}",
-                settings={**SHAPES[device], "dtype": str(DTYPES[device]), "staging": staging},
+                settings={**shape, "dtype": str(DTYPES[device]), "staging": staging},
                 results=results,
                 commit_id=arguments.commit,
             )
@@ -81,11 +101,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure(device: str, staging: Staging, repeats: int) -> dict[str, Any]:
+def measure(device: str, staging: Staging, repeats: int, shape: dict[str, int]) -> dict[str, Any]:
     """The first two rounds are warm-up and dropped: until then the memory of the buckets grows to two versions."""
     dtype = DTYPES[device]
+    load_before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as name:
-        model = write_ouro(Path(name), dtype=dtype, **SHAPES[device])
+        model = write_ouro(Path(name), dtype=dtype, **shape)
         weights = load_file(model / "model.safetensors", device=device)
         settings = EngineSettings(
             model=model,
@@ -97,19 +118,60 @@ def measure(device: str, staging: Staging, repeats: int) -> dict[str, Any]:
         )
         with LocalEngine(settings) as engine:
             rounds = [one_round(engine, weights, update) for update in range(1, repeats + 3)][2:]
-    num_parameters = sum(tensor.numel() for tensor in weights.values())
+        peers = publication_peer.measure(settings, weights, repeats) if staging == "ipc" else {}
+    num_bytes = sum(tensor.nbytes for tensor in weights.values())
     phases = {name: record.spread([r[name] for r in rounds]) for name in rounds[0]}
     return {
-        "num_parameters": num_parameters,
-        "num_bytes": sum(tensor.nbytes for tensor in weights.values()),
+        "num_parameters": sum(tensor.numel() for tensor in weights.values()),
+        "num_bytes": num_bytes,
+        "load_average": [load_before, os.getloadavg()[0]],
         "seconds": phases,
-        "ratio_to_copy": record.spread([r["publish"] / r["copy"] for r in rounds]),
-        "ratio_to_overwrite": record.spread([r["publish"] / r["overwrite"] for r in rounds]),
+        "split": {name: record.spread([part[name] for part in map(split, rounds)]) for name in split(rounds[0])},
+        "limit": limit(num_bytes, staging, torch.device(device)),
+        "peers": {f"vllm_ipc_{kind}": record.spread(seconds) for kind, seconds in peers.items()},
+        **{
+            f"ratio_to_{name}": record.spread([r["publish"] / r[name] for r in rounds])
+            for name in ("copy", "overwrite", "overwrite by threads")
+        },
     }
 
 
+def split(phases: dict[str, float]) -> dict[str, float]:
+    """Seconds by what they are for. The pause holds the commit and the second half of verifying."""
+    return {
+        "pause": sum(phases[name] for name in PAUSE),
+        "gather": phases["write"],
+        "transfer": phases["stage"],
+        "verify": phases["prepare"] + phases["read back"],
+        "commit": phases["drain"] + phases["load"] + phases["settle"],
+    }
+
+
+def limit(num_bytes: int, staging: Staging, device: torch.device) -> dict[str, float]:
+    """Bytes by the bandwidth of one large copy, measured now: on the device, and over the bus and back."""
+    found = {"copy_seconds": 2 * num_bytes / limits.measure()["bytes_per_second"]}
+    if device.type == "cuda" and staging != "ipc":
+        size = min(1 << 30, num_bytes)
+        memory = torch.zeros(size, dtype=torch.uint8, device=device)
+        host = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+        there_and_back = _fastest(host, memory) + _fastest(memory, host)
+        found["bus_seconds"] = num_bytes / size * there_and_back
+    return found
+
+
+def _fastest(target: torch.Tensor, source: torch.Tensor) -> float:
+    times = []
+    for _ in range(5):
+        wait()
+        begin = time.perf_counter()
+        target.copy_(source)
+        wait()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
 def one_round(engine: LocalEngine, weights: dict[str, torch.Tensor], update: int) -> dict[str, float]:
-    """One copy, one overwrite, and one publication of changed weights, in seconds."""
+    """Copies, overwrites, and one publication of changed weights, in seconds."""
     for tensor in weights.values():
         tensor.mul_(1.001)
     wait()
@@ -117,10 +179,14 @@ def one_round(engine: LocalEngine, weights: dict[str, torch.Tensor], update: int
     copied = [copy_to_new_memory(tensor) for tensor in weights.values()]
     wait()
     clock.lap("copy")
-    for target, tensor in zip(copied, weights.values(), strict=True):
+    pairs = list(zip(copied, weights.values(), strict=True))
+    for target, tensor in pairs:
         target.copy_(tensor)
     wait()
     clock.lap("overwrite")
+    spread(lambda pair: pair[0].copy_(pair[1]), pairs, sizes=[tensor.nbytes for tensor in weights.values()])
+    wait()
+    clock.lap("overwrite by threads")
     report = engine.publish(Version(1, update), weights)
     clock.lap("publish")
     return {**clock.seconds, **report.seconds}

@@ -55,8 +55,18 @@ def publication(record: Record) -> str:
     copies, overwrites = (results[f"ratio_to_{name}"]["median"] for name in ("copy", "overwrite"))
     size = f"{results['num_parameters'] / 1e6:.0f} million parameters, {results['num_bytes'] / 1e6:.0f} MB"
     table = _markdown(["phase", "median s", "min", "max"], rows)
-    ratios = f"a publication takes {copies:.1f} copies into new memory, {overwrites:.0f} overwrites"
-    return f"{table}\n\n{size}; {ratios}; {_source(record)}."
+    ratios = f"a publication takes {copies:.1f} copies into new memory, {overwrites:.1f} overwrites"
+    return f"{table}\n\n{size}; {ratios}; {_publication_beside(results)}{_source(record)}."
+
+
+def _publication_beside(results: Record) -> str:
+    """What a publication is for, its limit and its peers, where they were measured."""
+    if "split" not in results:
+        return ""
+    parts = ", ".join(f"{name} {times['median']:.3f}" for name, times in results["split"].items())
+    limits = ", ".join(f"{name.removesuffix('_seconds')} {value:.4f}" for name, value in results["limit"].items())
+    peers = "".join(f"{name} {times['median']:.3f} s; " for name, times in results["peers"].items())
+    return f"of it {parts} s; limit: {limits} s; {peers}"
 
 
 def sequences(record: Record) -> str:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 
@@ -31,8 +32,8 @@ from adapters.hf_convert.blocks import Blocks
 GOLDEN = 0x9E3779B97F4A7C15
 MULTIPLIER = 0xD6E8FEB86659FD93
 COMPILED_ELEMENTS = 1 << 20
-"""From here on the compiled loop is worth what importing numba costs."""
-_EXPONENTS = {
+"""From here on the compiled loop is worth what importing numba costs. Once it is there, it takes every tensor."""
+EXPONENTS = {
     torch.float64: 0x7FF << 52,
     torch.float32: 0xFF << 23,
     torch.bfloat16: 0xFF << 7,
@@ -49,7 +50,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 def finite_digest(tensor: torch.Tensor) -> tuple[str, bool]:
     """`tensor_digest`, and whether every element is finite: on CPU in the same pass."""
-    exponent = _EXPONENTS.get(tensor.dtype)
+    exponent = EXPONENTS.get(tensor.dtype)
     if exponent is not None and (kernel := _kernel_for(tensor)):
         bits = _bits(tensor).view(1, 1, -1)
         total, is_finite = kernel.sum_of_mixed(bits, first=1, steps=(0, 0, 1), exponent=exponent)
@@ -63,7 +64,7 @@ def copy_without_negative_zeros(source: torch.Tensor, target: torch.Tensor) -> s
 
     On CPU in one pass.
     """
-    if source.dtype in _EXPONENTS and target.is_contiguous() and not target.is_cuda and (kernel := _kernel_for(source)):
+    if source.dtype in EXPONENTS and target.is_contiguous() and not target.is_cuda and (kernel := _kernel_for(source)):
         return render_digest(kernel.copy_sum_of_mixed(_bits(source), _bits(target)))
     return tensor_digest(torch.add(source, 0, out=target))  # -0.0 + 0 is 0.0
 
@@ -86,16 +87,22 @@ def partial_digest(part: torch.Tensor | Blocks, *, shape: Sequence[int], dim: in
     Raises:
         ValueError: the part does not fit into the global tensor there.
     """
-    _check_place(tuple(part.shape), tuple(shape), dim, offset)
+    check_place(tuple(part.shape), tuple(shape), dim, offset)
     if isinstance(part, Blocks):
         return _of_blocks(part, shape=shape, first=offset * math.prod(shape[dim + 1 :]))
     if part.numel() == 0:
         return 0
-    num_rows, inner = math.prod(part.shape[:dim]), math.prod(part.shape[dim + 1 :])
-    stride = shape[dim] * inner if shape else 1
+    first, stride, num_rows = place_in(part.shape, shape, dim, offset)
     bits = _bits(part).view(num_rows, -1)
-    compiled = _compiled(bits.device.type) if bits.numel() >= COMPILED_ELEMENTS else None
-    return (compiled or _sum_of_mixed)(bits, first=offset * inner, stride=stride)
+    compiled = _compiled(bits.device.type) if _is_worth_compiling(bits) else None
+    return (compiled or _sum_of_mixed)(bits, first=first, stride=stride)
+
+
+def place_in(part: Sequence[int], shape: Sequence[int], dim: int, offset: int) -> tuple[int, int, int]:
+    """Of a part [offset, offset + part[dim]) along `dim`: global index of its first element, elements from one of its
+    rows to the next, and how many rows it has when everything from `dim` on is one."""
+    inner = math.prod(part[dim + 1 :])
+    return offset * inner, (shape[dim] * inner if shape else 1), math.prod(part[:dim])
 
 
 def _of_blocks(part: Blocks, *, shape: Sequence[int], first: int) -> int:
@@ -112,7 +119,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(_INTEGERS[tensor.element_size()])
 
 
-def _check_place(part: tuple[int, ...], shape: tuple[int, ...], dim: int, offset: int) -> None:
+def check_place(part: tuple[int, ...], shape: tuple[int, ...], dim: int, offset: int) -> None:
     if part == shape and offset == 0:
         return
     fits = len(part) == len(shape) and 0 <= dim < len(shape) and 0 <= offset <= shape[dim] - part[dim]
@@ -135,7 +142,11 @@ def _compiled(device_type: str) -> Callable[..., int] | None:
 
 def _kernel_for(tensor: torch.Tensor) -> ModuleType | None:
     """The loops compiled for CPU, if it is there and large enough to be worth importing their compiler."""
-    return _kernel() if tensor.device.type == "cpu" and tensor.numel() >= COMPILED_ELEMENTS else None
+    return _kernel() if tensor.device.type == "cpu" and _is_worth_compiling(tensor) else None
+
+
+def _is_worth_compiling(tensor: torch.Tensor) -> bool:
+    return tensor.numel() >= COMPILED_ELEMENTS or f"{__name__}_kernel" in sys.modules
 
 
 @functools.cache
@@ -155,13 +166,11 @@ def _by_numba() -> Callable[..., int] | None:
 
 
 def _by_triton() -> Callable[..., int]:
-    from adapters.hf_convert.digest_triton import sum_of_mixed
+    from adapters.hf_convert.digest_triton import Span, sums_of_mixed
 
     def compiled(bits: torch.Tensor, *, first: int, stride: int) -> int:
-        total = sum_of_mixed(
-            bits, first=(first + 1) * GOLDEN, row_step=stride * GOLDEN, golden=GOLDEN, multiplier=MULTIPLIER
-        )
-        return total % 2**64
+        span = Span(source=bits, columns=bits.shape[1], first=first, stride=stride)
+        return sums_of_mixed([span], exponent=0, golden=GOLDEN, multiplier=MULTIPLIER)[0][0]
 
     return compiled
 

@@ -1,58 +1,150 @@
-"""The digest's inner loop as a Triton kernel, for CUDA tensors. `digest.py` is its reference, bit for bit."""
+"""The digest's inner loop as a Triton kernel: many CUDA tensors in one launch. `digest.py` is its reference.
+
+A launch costs as much as a megabyte read, and a synchronisation more: a version of some hundred tensors is read by one
+kernel whose programs take pieces of all of them, and its sums come back together.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-TILE = 4096
+TILE = 2048
 """Elements of one step of a program."""
-PROGRAMS_PER_PROCESSOR = 8
+PIECE = 32 * TILE
+"""Elements that one program sums."""
+_ELEMENTS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
-def sum_of_mixed(bits: torch.Tensor, *, first: int, row_step: int, golden: int, multiplier: int) -> int:
-    """Sum of mix(bits[r, c] + first + r * row_step + c * golden) mod 2**64, read once.
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Elements that lie together on a device; the one at (r, c) is element `first + r * stride + c` of a global tensor.
+
+    Their bits are read as signed integers, whatever the dtype.
+    """
+
+    source: torch.Tensor
+    """Contiguous; `columns` of its elements are a row."""
+    columns: int
+    first: int = 0
+    stride: int = 0
+    target: torch.Tensor | None = None
+    """Where the elements are copied to, the least integer (a negative zero's bits) as 0; contiguous, of this dtype."""
+
+
+def sums_of_mixed(spans: Sequence[Span], *, exponent: int, golden: int, multiplier: int) -> list[tuple[int, bool]]:
+    """Reads every span once.
 
     Args:
-        bits: contiguous [rows, columns] signed integers of any width, on a CUDA device.
-        first, row_step, golden, multiplier: any integers; their low 64 bits count.
+        spans: not empty, of one element size, on one device; all with a target or none.
+        exponent: the bits that are all set in infinities and NaNs; 0 if there are none.
+
+    Returns:
+        For each: the sum of mix(bits + (index + 1) * golden) mod 2**64, and whether every element is finite.
     """
-    processors = torch.cuda.get_device_properties(bits.device).multi_processor_count
-    programs = min(triton.cdiv(bits.numel(), TILE), PROGRAMS_PER_PROCESSOR * processors)
-    sums = torch.empty(programs, dtype=torch.int64, device=bits.device)
-    keys = torch.tensor([_signed(key) for key in (first, row_step, golden, multiplier)], dtype=torch.int64)
-    with torch.cuda.device(bits.device):
-        _kernel[(programs,)](
-            bits, sums, keys.to(bits.device), bits.numel(), bits.shape[1], ONE_ROW=bits.shape[0] == 1, TILE=TILE
+    device, size = spans[0].source.device, spans[0].source.element_size()
+    one_row = all(span.columns == span.source.numel() for span in spans)
+    table = torch.from_numpy(_table(spans, golden)).to(device)
+    pieces = _pieces(tuple(span.source.numel() for span in spans), device)
+    found = torch.zeros(len(spans), 2, dtype=torch.int64, device=device)
+    with torch.cuda.device_of(spans[0].source):
+        _kernel[(len(pieces),)](
+            table,
+            pieces,
+            found,
+            GOLDEN=golden,
+            MULTIPLIER=multiplier,
+            EXPONENT=exponent,
+            NEGATIVE_ZERO=-(1 << (8 * size - 1)),
+            ELEMENT=_ELEMENTS[size],
+            ONE_ROW=one_row,
+            COPY=spans[0].target is not None,
+            TILE=TILE,
+            PIECE=PIECE,
         )
-    return int(sums.sum())
+    return [(total % 2**64, not_finite == 0) for total, not_finite in found.tolist()]
+
+
+def _table(spans: Sequence[Span], golden: int) -> np.ndarray:
+    """[spans, 6]: addresses of elements and copies, their number, columns, first key, key step of a row."""
+    rows = [
+        (
+            span.source.data_ptr(),
+            0 if span.target is None else span.target.data_ptr(),
+            span.source.numel(),
+            span.columns,
+            (span.first + 1) * golden % 2**64,
+            span.stride * golden % 2**64,
+        )
+        for span in spans
+    ]
+    return np.array(rows, np.uint64).view(np.int64)
+
+
+@functools.lru_cache(maxsize=32)
+def _pieces(sizes: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """[programs, 2] int32: the span of each program, and which of its pieces."""
+    counts = -(-np.array(sizes) // PIECE)
+    spans = np.repeat(np.arange(len(sizes)), counts)
+    places = np.arange(len(spans)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return torch.from_numpy(np.stack([spans, places], 1).astype(np.int32)).to(device)
 
 
 @triton.jit
-def _kernel(bits, sums, keys, num_elements, num_columns, ONE_ROW: tl.constexpr, TILE: tl.constexpr):
-    first, row_step = tl.load(keys).to(tl.uint64), tl.load(keys + 1).to(tl.uint64)
-    golden, multiplier = tl.load(keys + 2).to(tl.uint64), tl.load(keys + 3).to(tl.uint64)
+def _kernel(
+    table,
+    pieces,
+    found,
+    GOLDEN: tl.constexpr,
+    MULTIPLIER: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    NEGATIVE_ZERO: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    ONE_ROW: tl.constexpr,
+    COPY: tl.constexpr,
+    TILE: tl.constexpr,
+    PIECE: tl.constexpr,
+):
+    program = tl.program_id(0)
+    span = tl.load(pieces + 2 * program).to(tl.int64)
+    start = tl.load(pieces + 2 * program + 1).to(tl.int64) * PIECE
+    fields = table + 6 * span
+    source = tl.load(fields).to(tl.pointer_type(ELEMENT))
+    target = tl.load(fields + 1).to(tl.pointer_type(ELEMENT))
+    num_elements, num_columns = tl.load(fields + 2), tl.load(fields + 3)
+    first, row_step = tl.load(fields + 4).to(tl.uint64), tl.load(fields + 5).to(tl.uint64)
+    offsets = tl.arange(0, TILE)
+    keys = first + (start + offsets).to(tl.uint64) * GOLDEN
     total = tl.zeros([TILE], dtype=tl.uint64)
-    stride = tl.num_programs(0).to(tl.int64) * TILE
-    for start in range(tl.program_id(0).to(tl.int64) * TILE, num_elements, stride):
-        i = start + tl.arange(0, TILE)
+    not_finite = tl.zeros([TILE], dtype=tl.int32)
+    for begin in range(start, tl.minimum(start + PIECE, num_elements), TILE):
+        i = begin + offsets
         inside = i < num_elements
-        z = tl.load(bits + i, mask=inside, other=0).to(tl.int64).to(tl.uint64) + first
+        element = tl.load(source + i, mask=inside, other=0)
+        if COPY:
+            element = tl.where(element == NEGATIVE_ZERO, 0, element).to(ELEMENT)
+            tl.store(target + i, element, mask=inside)
+        if EXPONENT != 0:
+            not_finite |= ((element & EXPONENT) == EXPONENT).to(tl.int32)
+        z = element.to(tl.int64).to(tl.uint64)
         if ONE_ROW:
-            z += i.to(tl.uint64) * golden
+            z += keys
+            keys += TILE * GOLDEN % 18446744073709551616
         else:
             row = i // num_columns
-            z += row.to(tl.uint64) * row_step + (i - row * num_columns).to(tl.uint64) * golden
+            z += first + row.to(tl.uint64) * row_step + (i - row * num_columns).to(tl.uint64) * GOLDEN
         z ^= z >> 32
-        z *= multiplier
+        z *= MULTIPLIER
         z ^= z >> 32
-        z *= multiplier
+        z *= MULTIPLIER
         z ^= z >> 32
         total += tl.where(inside, z, 0)
-    tl.store(sums + tl.program_id(0), tl.sum(total, axis=0).to(tl.int64))
-
-
-def _signed(value: int) -> int:
-    """The int64 that has the low 64 bits of `value`."""
-    return (value + 2**63) % 2**64 - 2**63
+    tl.atomic_add(found + 2 * span, tl.sum(total, axis=0).to(tl.int64))
+    if EXPONENT != 0:
+        tl.atomic_or(found + 2 * span + 1, tl.max(not_finite, axis=0).to(tl.int64))

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from adapters.contract import PublicationFailed, PublicationRefused
-from adapters.hf_convert import digest
+from adapters.hf_convert import digest, digests
 from adapters.hf_convert.digest import partial_digest, render_digest, tensor_digest
 from adapters.vllm_engine.client.local import LocalEngine
 from tests.contracts.engine import faults
@@ -47,6 +47,35 @@ def test_the_kernel_is_torchs_loop(shape: tuple[int, ...], dtype: torch.dtype) -
         before = tensor_digest(on_device)
         flat[0], flat[1] = 4, 3
         assert tensor_digest(on_device) != before
+
+
+def test_many_tensors_in_one_launch() -> None:
+    """Digests, what is not finite, copies and parts of many tensors at once are those of the CPU, one by one."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((), (1,), (0, 4), (65_537,), (131_072,), (300, 1000), (5, 7, 600))
+    given = [(torch.randn(shape, generator=generator) * 50).to(dtype) for shape in shapes for dtype in DTYPES]
+    for tensor in given:
+        tensor.view(-1)[1::3] = -0.0
+    given[12][-1], given[17].view(-1)[0] = float("inf"), float("nan")
+    assert given[12].dtype == torch.float32 and given[17].dtype == torch.bfloat16
+    on_device = [tensor.cuda() for tensor in given]
+    assert digests.finite_digests(on_device) == [digest.finite_digest(tensor) for tensor in given]
+    given[17].view(-1)[0] = on_device[17].view(-1)[0] = 1  # adding zero to a NaN may give it other bits
+    for targets in ([torch.full_like(tensor, 3) for tensor in on_device], on_device):
+        copied = digests.copies_without_negative_zeros(list(zip(on_device, targets, strict=True)))
+        on_host = [torch.empty_like(tensor) for tensor in given]
+        assert copied == [digest.copy_without_negative_zeros(*pair) for pair in zip(given, on_host, strict=True)]
+        assert [tensor_digest(target.cpu()) for target in targets] == copied
+    parts = [
+        digests.Part(tensor=tensor.narrow(dim, start, length), shape=tuple(tensor.shape), dim=dim, offset=start)
+        for tensor in on_device
+        for dim, size in enumerate(tensor.shape)
+        for start, length in ((0, size // 3), (size // 3, size - size // 3))
+    ]
+    assert digests.partial_digests(parts) == [
+        partial_digest(part.tensor.cpu(), shape=part.shape, dim=part.dim, offset=part.offset)  # type: ignore[union-attr]
+        for part in parts
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +114,7 @@ def test_a_published_version_is_served_bitwise(engine: LocalEngine, weights: Any
     for name in "BAB":
         engine.publish(next_version(engine), weights[name])
         assert drawn(run(engine, make_requests("r"))) == wanted[name], name
+    assert "weights are loaded directly" in engine.settings.log_path.read_text()
 
 
 def test_a_refused_version_changes_nothing(engine: LocalEngine, weights: Any, wanted: Any) -> None:

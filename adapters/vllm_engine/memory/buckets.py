@@ -13,9 +13,8 @@ import msgspec
 import torch
 
 from adapters.contract import TensorSpec
-from adapters.hf_convert.digest import copy_without_negative_zeros
+from adapters.hf_convert.digests import copies_without_negative_zeros
 from adapters.hf_convert.dtypes import dtype_name
-from adapters.hf_convert.manifest import spec_of
 
 BUCKET_BYTES = 256 << 20
 ALIGNMENT = 64
@@ -128,10 +127,12 @@ class BucketStore(abc.ABC):
     def _write(self, group: list[tuple[str, torch.Tensor]]) -> tuple[Bucket, list[TensorSpec]]:
         placements, size = _place(group)
         location, memory = self._take(max(size, 1))
-        specs = []
-        for place, (name, tensor) in zip(placements, group, strict=True):
-            specs.append(_write_tensor(name, tensor, place.view(memory)))
+        digests = _write_tensors([tensor for _, tensor in group], placements, memory)
         self._written(location)
+        specs = [
+            TensorSpec(name=place.name, shape=place.shape, dtype=place.dtype, digest=digest)
+            for place, digest in zip(placements, digests, strict=True)
+        ]
         return Bucket(location=location, placements=tuple(placements)), specs
 
     def _take(self, size: int) -> tuple[Location, torch.Tensor]:
@@ -156,10 +157,17 @@ def _place(group: list[tuple[str, torch.Tensor]]) -> tuple[list[Placement], int]
     return placements, offset
 
 
-def _write_tensor(name: str, source: torch.Tensor, target: torch.Tensor) -> TensorSpec:
-    """Copies it -> what was written, digested where that is fastest: on a device if the tensor is on one."""
-    if source.device == target.device:
-        return spec_of(name, target, digest=copy_without_negative_zeros(source, target))
-    clean = source + 0  # -0.0 + 0 is 0.0
-    target.copy_(clean)
-    return spec_of(name, clean if clean.is_cuda else target)
+def _write_tensors(sources: list[torch.Tensor], placements: list[Placement], memory: torch.Tensor) -> list[str]:
+    """Copies them into a bucket's memory -> digests of what was written, computed on a device if tensors are on one."""
+    devices = {source.device for source in sources}
+    if len(devices) == 1 and not memory.is_cuda and (device := devices.pop()).type == "cuda":
+        staged = torch.empty_like(memory, device=device)  # one copy over the bus
+        digests = _write_tensors(sources, placements, staged)
+        memory.copy_(staged)
+        return digests
+    targets = [place.view(memory) for place in placements]
+    here = [
+        source if source.device == memory.device else target.copy_(source)
+        for source, target in zip(sources, targets, strict=True)
+    ]
+    return copies_without_negative_zeros(list(zip(here, targets, strict=True)))

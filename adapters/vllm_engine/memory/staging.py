@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import torch
 
 from adapters.vllm_engine.memory import device_memory, shared_memory
-from adapters.vllm_engine.memory.buckets import Bucket, BucketStore, Location, SharedFile
+from adapters.vllm_engine.memory.buckets import Bucket, BucketStore, Location, Placement, SharedFile
 
 Staging = Literal["host", "shadow", "ipc"]
 
@@ -40,6 +40,7 @@ class Mapped:
 
     def __init__(self) -> None:
         self._memory: dict[Location, torch.Tensor] = {}
+        self._views: dict[Location, tuple[tuple[Placement, ...], list[tuple[str, torch.Tensor]]]] = {}
         self._used: dict[Location, int] = {}
         self._round = 0
 
@@ -49,13 +50,17 @@ class Mapped:
         if location not in self._memory:
             self._memory[location] = _map(location)
         self._used[location] = self._round
-        return [(place.name, place.view(self._memory[location])) for place in bucket.placements]
+        if location not in self._views or self._views[location][0] != bucket.placements:
+            views = [(place.name, place.view(self._memory[location])) for place in bucket.placements]
+            self._views[location] = bucket.placements, views
+        return self._views[location][1]
 
     def end_round(self) -> None:
         """A publication ended, whichever way. Lets old mappings go; tensors in them stay valid."""
         self._round += 1
         for location in [loc for loc, used in self._used.items() if self._round - used > self.ROUNDS]:
             del self._used[location]
+            self._views.pop(location, None)
             memory = self._memory.pop(location)
             if isinstance(location, SharedFile):
                 shared_memory.unmap(memory)

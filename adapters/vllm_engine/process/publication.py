@@ -12,6 +12,7 @@ version commits.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -174,10 +175,10 @@ class Publication:
         return self._offered
 
     def _check_manifest(self, manifest: Manifest) -> list[str]:
-        names = [t.name for t in manifest.tensors]
-        problems = [f"{n}: listed more than once" for n in sorted({n for n in names if names.count(n) > 1})]
-        problems += [f"{n}: missing" for n in sorted(self._expected.keys() - set(names))]
-        problems += [f"{n}: unknown to this model" for n in sorted(set(names) - self._expected.keys())]
+        names = Counter(t.name for t in manifest.tensors)
+        problems = [f"{name}: listed more than once" for name, count in sorted(names.items()) if count > 1]
+        problems += [f"{n}: missing" for n in sorted(self._expected.keys() - names.keys())]
+        problems += [f"{n}: unknown to this model" for n in sorted(names.keys() - self._expected.keys())]
         for spec in manifest.tensors:
             shape = self._expected.get(spec.name, spec.shape)
             if spec.shape != shape:

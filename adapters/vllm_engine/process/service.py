@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from adapters.clock import Clock
 from adapters.contract import EngineError, GenerationResult, Health, ScoreResult
 from adapters.hf_convert.directory import HFDirectory
 from adapters.vllm_engine.process import messages
@@ -173,15 +174,19 @@ class Service:
         self.publication.revert(self.core.drop_caches)  # a commit that nobody settled
         return self.publication.begin(call.version, call.manifest)
 
-    def _commit(self, call: messages.Commit) -> None:
+    def _commit(self, call: messages.Commit) -> dict[str, float]:
+        """-> how long its parts took, in seconds: what was in flight, and the first worker's own."""
+        clock = Clock()
         if call.in_flight == "abort":
             self._deliver(self.core.abort_all(self.publication.version))
         while self.core.num_running:
             self._step()
         if self.core.transfers is not None:
             self.core.transfers.let_go()
+        clock.lap("drain")
         self.publication.commit(self.core.drop_caches, hold=call.hold)
         logger.info("version %s is served%s", self.publication.version, ", the next one is loaded" * call.hold)
+        return clock.seconds | self.core.rpc("tether_weights_call", "seconds")[0]
 
     def _health(self, call: messages.GetHealth) -> Health:
         publication = self.publication

@@ -33,13 +33,10 @@ class PackedLinear:
 
     def load(self, weight: torch.Tensor) -> None:
         """Takes another weight of any shape; in place if it is of the same shape and dtype and lies in blocks."""
-        write_blocks = _write_blocks()
         blocks = self.blocks
-        fits = blocks is not None and (weight.shape, weight.dtype) == (blocks.shape, blocks.memory.dtype)
-        if blocks is None or not fits or write_blocks is None:
+        if blocks is None or (weight.shape, weight.dtype) != (blocks.shape, blocks.memory.dtype):
             return self._pack(weight)
-        integer = _INTEGERS[weight.element_size()]
-        write_blocks(weight.detach().contiguous().view(integer).numpy(), blocks.memory.view(integer).numpy())
+        write_blocks(weight.detach(), blocks)
 
     def served(self) -> torch.Tensor | Blocks:
         """The weight as it is multiplied with, [N, K]."""
@@ -48,6 +45,35 @@ class PackedLinear:
     def _pack(self, weight: torch.Tensor) -> None:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
         self.blocks = _blocks_of(self.packed)
+
+
+class PackedWhenUsed:
+    """What an embedding is multiplied with where a model's head is tied to it; elsewhere it is never packed."""
+
+    def __init__(self) -> None:
+        self.packed: PackedLinear | None = None
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        self.packed = self.packed or PackedLinear(weight)
+        return self.packed(x, weight, bias)
+
+
+def forget_packed(model: torch.nn.Module) -> None:
+    """Embeddings were written to: what was packed of them is old."""
+    for module in model.modules():
+        if isinstance(packed := getattr(module, "cpu_linear", None), PackedWhenUsed):
+            packed.packed = None
+
+
+def write_blocks(weight: torch.Tensor, blocks: Blocks) -> None:
+    """Writes a matrix into the memory of blocks, of the same shape and dtype. Releases the interpreter lock."""
+    assert (tuple(weight.shape), weight.dtype) == (blocks.shape, blocks.memory.dtype)
+    if (compiled := _write_blocks()) is None:
+        count, columns, rows = blocks.memory.shape
+        blocks.memory.copy_(weight.reshape(count, rows, columns).transpose(1, 2))
+        return
+    integer = _INTEGERS[weight.element_size()]
+    compiled(weight.contiguous().view(integer).numpy(), blocks.memory.view(integer).numpy())
 
 
 @functools.cache

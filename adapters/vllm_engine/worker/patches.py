@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from adapters.vllm_engine.worker.packed import PackedLinear, can_pack
+from adapters.vllm_engine.worker.packed import PackedLinear, PackedWhenUsed, can_pack
 
 _MARK = "_tether_patch"
 
@@ -71,6 +71,7 @@ def pack_linears_readably() -> None:
     cannot pack a dtype on this processor, vLLM's choice stays.
     """
     from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
     from vllm.platforms import current_platform
 
     original = utils.dispatch_cpu_unquantized_gemm
@@ -82,6 +83,9 @@ def pack_linears_readably() -> None:
         weight = layer.weight
         if weight.is_meta or weight.ndim != 2 or not can_pack(weight.dtype):
             return original(layer, remove_weight)
+        if isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead):
+            layer.cpu_linear = PackedWhenUsed()
+            return
         if isinstance(packed := getattr(layer, "cpu_linear", None), PackedLinear):
             packed.load(weight)
         else:
