@@ -2,12 +2,13 @@
 
     python -m benchmarks.rollout [--tiny] [--commit ID]
 
-Random weights, prompts of 128 tokens, responses of 256 (`ignore_eos`, seeded, temperature 1). Three engines, one after
-the other in this run: ours with graphs, ours eager, and the peer: the same layers in vLLM at full depth without trace,
-policy or worker code, as one graph of vLLM's own. Beside each figure the limit: the bytes that a step must read (every
-layer's weights once a loop, the head, the keys and values of each loop) over the bandwidth of a copy measured in the
-same run, and for the prompts their products over the rate of a large one. What holds a step back is seen by torch's
-profiler over some decode steps of an engine in this process: kernels by time, and how long the device waits.
+Random weights, prompts of 128 tokens, responses of 256 (`ignore_eos`, seeded, temperature 1). Engines, one after the
+other in this run: ours with graphs, ours eager, ours with graphs but no step prepared ahead, and the peer: the same
+layers in vLLM at full depth without trace, policy or worker code, as one graph of vLLM's own. Beside each figure the
+limit: the bytes that a step must read (every layer's weights once a loop, the head, the keys and values of each loop)
+over the bandwidth of a copy measured in the same run, and for the prompts their products over the rate of a large one.
+What holds a step back is seen by torch's profiler over some decode steps of an engine in this process: kernels by time,
+and how long the device waits.
 """
 
 from __future__ import annotations
@@ -46,12 +47,14 @@ CASES: dict[str, list[Case]] = {
         ("fixed:4", 32, 64),
         ("fixed:4", 1, 32),
     ],
+    "synchronous": [("fixed:4", 256, 128), (EARLY, 256, 128), ("fixed:4", 1, 128)],
     "peer": [("full", batch, RESPONSE) for batch in (256, 128, 32, 8, 1)],
 }
 PROFILED: list[Case] = [("fixed:4", 256, RESPONSE), (EARLY, 256, RESPONSE), ("fixed:4", 1, RESPONSE)]
 TINY_CASES: dict[str, list[Case]] = {
     "graphs": [("fixed:4", 8, 8), (EARLY, 8, 8)],
     "eager": [("fixed:2", 8, 8)],
+    "synchronous": [("fixed:2", 8, 8)],
     "peer": [("full", 8, 8)],
 }
 
@@ -141,6 +144,7 @@ def settings_of(model: Path, engine: str, most: int) -> EngineSettings:
         kv_cache_bytes=cache_bytes(model, most),
         enable_prefix_caching=False,
         enforce_eager=engine == "eager",
+        async_scheduling=engine != "synchronous",
     )
 
 
@@ -201,7 +205,6 @@ def start_peer(model: Path, engine: str, most: int) -> tuple[Run, Callable[[], N
             enable_prefix_caching=False,
             skip_tokenizer_init=True,
             logprobs_mode="processed_logprobs",
-            async_scheduling=False,
             disable_log_stats=True,
             **options,
         )

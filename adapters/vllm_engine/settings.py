@@ -60,6 +60,8 @@ class EngineSettings:
     """Where a published version waits until it is committed: see `staging`. Only `host` works without CUDA."""
     enforce_eager: bool = False
     """Without CUDA graphs: slower where few requests decode, a faster start. Only CUDA has them."""
+    async_scheduling: bool = True
+    """Prepare a step while the device computes the one before. Only on CUDA, and not between prefill and decode."""
     tensor_parallel: int = 1
     """Workers over which each layer is split."""
     seed: int = 0

@@ -5,12 +5,15 @@ at fixed addresses, and has its own wrapper capture and replay. What the loops h
 addresses too. A row that leaves stays in the batch, for a graph has one size: later loops keep its state and put the
 keys and values of its last loop into their planes, which is all that a token which left may do.
 
-Shape suffixes: N rows of the step with vLLM's padding, H hidden, C key/value heads * head width of this worker.
+Shape suffixes: N rows of the step with vLLM's padding, H hidden, C key/value heads * head width of this worker, T
+loops.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +47,7 @@ class DecodeGraphs:
         self.hidden_NH = torch.zeros(rows, hidden_size)
         self.stays_N1 = torch.ones(rows, 1, dtype=torch.bool)
         self.keys, self.values = (torch.zeros(layers, rows, kv_width) for _ in range(2))
+        self.lengths_TN = torch.ones(model.num_loops, rows, dtype=torch.int32)
         self._model = model
 
         def captured(run: Callable[..., torch.Tensor], *given: Any) -> list[CUDAGraphWrapper]:
@@ -94,14 +98,36 @@ class DecodeGraphs:
     def _loop(self, loop: int, hold: bool, positions: torch.Tensor) -> torch.Tensor:
         rows = len(positions)
         hidden_NH, stays_N1 = self.hidden_NH[:rows], self.stays_N1[:rows]
-        x_NH = hidden_NH
+        if not hold:
+            return hidden_NH.copy_(self._layers(loop, positions, hidden_NH, None))
+        with self._short_contexts(loop, stays_N1):
+            x_NH = self._layers(loop, positions, hidden_NH, stays_N1)
+        return torch.where(stays_N1, x_NH, hidden_NH, out=hidden_NH)
+
+    def _layers(
+        self, loop: int, positions: torch.Tensor, x_NH: torch.Tensor, stays_N1: torch.Tensor | None
+    ) -> torch.Tensor:
         model = self._model
         for index, (layer, plane) in enumerate(zip(model.layers, model.planes[loop - 1], strict=True)):
-            x_NH, _, _ = layer(x_NH, positions, plane, partial(self._hold, index, stays_N1) if hold else None)
-        x_NH = model.norm(x_NH)
-        if hold:
-            return torch.where(stays_N1, x_NH, hidden_NH, out=hidden_NH)
-        return hidden_NH.copy_(x_NH)
+            hold = None if stays_N1 is None else partial(self._hold, index, stays_N1)
+            x_NH, _, _ = layer(x_NH, positions, plane, hold)
+        return model.norm(x_NH)
+
+    @contextmanager
+    def _short_contexts(self, loop: int, stays_N1: torch.Tensor) -> Iterator[None]:
+        """Rows that left look at one token: nobody reads what they find, and the rest of their context is not loaded.
+
+        The kernels of CUDA take lengths from the device; what they plan on the host beforehand is left out.
+        """
+        metadata = get_forward_context().attn_metadata
+        names = [plane.layer_name for plane in self._model.planes[loop - 1]]
+        given = {name: metadata[name] for name in names}
+        if stays_N1.is_cuda:
+            lengths, whole = self.lengths_TN[loop - 1, : len(stays_N1)], given[names[0]]
+            torch.where(stays_N1[:, 0], whole.seq_lens, 1, out=lengths)
+            metadata.update(dict.fromkeys(names, replace(whole, seq_lens=lengths, scheduler_metadata=None)))
+        yield
+        metadata.update(given)
 
     def _hold(
         self, index: int, stays_N1: torch.Tensor, k_NC: torch.Tensor, v_NC: torch.Tensor

@@ -226,6 +226,6 @@ def _engine_args(settings: EngineSettings) -> EngineArgs:
         skip_tokenizer_init=True,
         logprobs_mode="processed_logprobs",
         worker_extension_cls=WORKER,
-        async_scheduling=False,
+        async_scheduling=settings.async_scheduling and settings.transfer is None and current_platform.is_cuda(),
         disable_log_stats=True,
     )
