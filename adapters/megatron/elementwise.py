@@ -54,3 +54,12 @@ def gated_halves(x: Tensor) -> Tensor:
         return gating.gated_halves(x)
     gate, up = x.chunk(2, -1)
     return F.silu(gate) * up
+
+
+def scaled_rows(x: Tensor, factors: Tensor) -> Tensor:
+    """x [N, W] * factors [N], computed in the wider of their dtypes, returned in x's."""
+    if is_fused(x) and factors.dtype == torch.float32:
+        from adapters.megatron.kernels import experts
+
+        return experts.scaled(x, factors)
+    return (x * factors[:, None]).to(x.dtype)

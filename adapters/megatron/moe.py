@@ -23,7 +23,8 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDisp
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from adapters.megatron.elementwise import gated_halves
+from adapters.megatron.elementwise import gated_halves, is_fused, scaled_rows
+from adapters.megatron.gather import Gather
 from adapters.megatron.stacked import Stack
 
 DISPATCHERS = {"alltoall": MoEAlltoAllTokenDispatcher, "allgather": MoEAllGatherTokenDispatcher}
@@ -111,8 +112,7 @@ class Experts(MegatronModule):
         Expert tensor parallelism leaves the sum over its ranks to the dispatcher.
         """
         wide = gated_halves(grouped_linear(x, getattr(self, self._gate_up), rows_per_expert))
-        out = grouped_linear(wide, getattr(self, self._down), rows_per_expert)
-        return (out * probabilities[:, None]).to(x.dtype)
+        return scaled_rows(grouped_linear(wide, getattr(self, self._down), rows_per_expert), probabilities)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: object = (), metadata: object = None
@@ -143,6 +143,9 @@ class MoE(MegatronModule):
         own = list(range(first, first + count))
         dispatcher = DISPATCHERS[config.moe_token_dispatcher_type]
         self.dispatcher = dispatcher(count, own, config=config, pg_collection=get_default_pg_collection())
+        self.has_all_experts = count == config.num_moe_experts and not (
+            config.tensor_model_parallel_size > 1 or config.expert_tensor_parallel_size > 1
+        )
 
     def forward(self, x: Tensor, experts: Tensor | None, load: Tensor, num_real: int) -> tuple[Tensor, Routed]:
         """
@@ -156,13 +159,26 @@ class MoE(MegatronModule):
             [T, H] and what the router did with the real rows.
         """
         probabilities, choice, logits = self.gate(x, experts)
+        run = self._run_here if self.has_all_experts and is_fused(x) else self._run_dispatched
+        out = run(x, choice, probabilities)
+        return out, self._routed(logits[:num_real], choice[:num_real], load)
+
+    def _run_dispatched(self, x: Tensor, choice: Tensor, probabilities: Tensor) -> Tensor:
         dispatcher = self.dispatcher
         rows, weights = dispatcher.dispatch_preprocess(x, choice, probabilities)
         rows, weights = dispatcher.token_dispatch(rows, weights)
         rows, counts, weights = dispatcher.dispatch_postprocess(rows, weights)
         out = dispatcher.combine_preprocess(self.experts(rows, counts, weights))
-        out = dispatcher.combine_postprocess(dispatcher.token_combine(out))
-        return out, self._routed(logits[:num_real], choice[:num_real], load)
+        return dispatcher.combine_postprocess(dispatcher.token_combine(out))
+
+    def _run_here(self, x: Tensor, choice: Tensor, probabilities: Tensor) -> Tensor:
+        """The same where this rank has all of every expert: no atomic sums, and nothing waits for the device."""
+        from adapters.megatron.kernels import experts as kernels
+
+        to = kernels.places(choice, self.config.moe_router_topk)
+        by_row = Gather(rows=to.choices, inverse=to.rows.flatten())
+        weights = by_row(probabilities.gather(1, to.experts).flatten())
+        return kernels.collect(self.experts(kernels.spread(x, to), to.counts, weights), to)
 
     def _routed(self, logits: Tensor, choice: Tensor, load: Tensor) -> Routed:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

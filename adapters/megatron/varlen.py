@@ -19,28 +19,10 @@ import torch
 from torch import Tensor
 
 from adapters.megatron.device_copy import to_device
+from adapters.megatron.gather import Gather
 
 if TYPE_CHECKING:
     from adapters.megatron.attention import AttentionView
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gather:
-    """y = x[rows], and its gradient as another gather: dx = dy[inverse], zero where a row of x is not used.
-
-    The gradient of plain indexing adds, atomically, in an order that changes from run to run.
-    """
-
-    rows: Tensor
-    """int64, a row of x for each row of y."""
-    inverse: Tensor
-    """int64, for each row of x the one row of y that passes a gradient to it."""
-    unused: Tensor | None
-    """[rows of x, 1, 1] bool, True where there is none; None when all have one."""
-
-    def to(self, device: torch.device | str) -> Gather:
-        unused = None if self.unused is None else to_device(self.unused, device)
-        return Gather(rows=to_device(self.rows, device), inverse=to_device(self.inverse, device), unused=unused)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +73,7 @@ def packed_pass(
         key_places = torch.full((num_key_rows,), -1)
         key_places[key_rows] = torch.arange(num_places)
         keys = Gather(rows=key_rows, inverse=key_places.clamp(min=0), unused=_if_any(key_places < 0)).to(device)
-        queries = Gather(rows=query_rows, inverse=query_places, unused=None).to(device)
+        queries = Gather(rows=query_rows, inverse=query_places).to(device)
         outputs = Gather(rows=query_places, inverse=query_rows, unused=_if_any(~runs)).to(device)
     return PackedPass(
         cu_seqlens=to_device(cu_seqlens, device),
@@ -162,20 +144,8 @@ def _strictly_deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(True, warn_only=True)
 
 
-class _Rows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gather: Gather) -> Tensor:
-        ctx.gather = gather
-        return x.index_select(0, gather.rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        own = grad.index_select(0, ctx.gather.inverse)
-        return own if ctx.gather.unused is None else own.masked_fill_(ctx.gather.unused, 0), None
-
-
 def _gather(x: Tensor, gather: Gather | None) -> Tensor:
-    return x if gather is None else _Rows.apply(x, gather)
+    return x if gather is None else gather(x)
 
 
 def _if_any(unused: Tensor) -> Tensor | None:

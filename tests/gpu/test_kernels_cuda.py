@@ -144,3 +144,45 @@ def test_selected_logprobs(rows: int, vocabulary: int, with_entropy: bool) -> No
         print(f"{name}: mean {errors[0]} (torch {errors[1]}), max {errors[2]} (torch {errors[3]})")
         assert off.mean() <= 1.3 * bound.mean() and off.max() <= 2 * bound.max()
     assert (moved[0] - exact[0]).abs().mean() > 10 * (peer[0] - exact[0]).abs().mean()
+
+
+def moe(dtype: torch.dtype) -> torch.nn.Module:
+    """One layer of 16 experts, 4 of them for each token, with the same weights in every dtype."""
+    from adapters.megatron.moe import MoE, moe_config
+    from adapters.megatron.parallel import transformer_config
+
+    options = moe_config(num_experts=16, top_k=4, width=96, dispatcher="alltoall", dtype=dtype)
+    shape = {"num_layers": 1, "hidden_size": 128, "ffn_hidden_size": 96, "num_attention_heads": 1}
+    layer = MoE(transformer_config(dtype=dtype, gated_linear_unit=True, **shape, **options)).to(DEVICE)
+    generator = torch.Generator(DEVICE).manual_seed(3)
+    for parameter in layer.parameters():
+        noise = torch.randn(parameter.shape, device=DEVICE, generator=generator) / 8
+        parameter.data.copy_(noise.to(BF16))
+    return layer
+
+
+@pytest.mark.usefixtures("megatron")
+def test_experts_without_a_dispatcher() -> None:
+    """Values and all gradients: as near to fp32 with Megatron's dispatcher as bf16 with it; given experts are taken."""
+    generator = torch.Generator(DEVICE).manual_seed(4)
+    states = torch.randn(300, 128, device=DEVICE, generator=generator).to(BF16)
+    upstream = torch.randn(300, 128, device=DEVICE, generator=generator).to(BF16)
+    chosen = torch.stack([torch.randperm(15, generator=torch.Generator().manual_seed(i))[:4] for i in range(300)])
+    chosen = chosen.sort(-1).values.to(DEVICE)  # nobody takes expert 15
+
+    def run(dtype: torch.dtype, way: str, experts: Tensor = chosen) -> list[Tensor]:
+        layer = moe(dtype)
+        x = states.detach().to(dtype, copy=True).requires_grad_()
+        probabilities, choice, _ = layer.gate(x, experts)
+        out = getattr(layer, way)(x, choice, probabilities)
+        out.backward(upstream.to(dtype))
+        return [t.detach().double() for t in (out, x.grad, *(p.grad for p in layer.parameters()))]
+
+    exact, peer = (run(dtype, "_run_dispatched") for dtype in (torch.float32, BF16))
+    own, other = run(BF16, "_run_here"), run(BF16, "_run_here", chosen.roll(1, 0))
+    for index, (want, theirs, ours) in enumerate(zip(exact, peer, own, strict=True)):
+        off, bound = (ours - want).abs(), (theirs - want).abs()
+        errors = [f"{x:.2e}" for x in (off.mean(), bound.mean(), off.max(), bound.max())]
+        print(f"{index}: mean {errors[0]} (dispatched {errors[1]}), max {errors[2]} (dispatched {errors[3]})")
+        assert off.mean() <= 1.2 * bound.mean() and off.max() <= 2 * bound.max()
+    assert (other[0] - exact[0]).abs().mean() > 10 * (peer[0] - exact[0]).abs().mean()
