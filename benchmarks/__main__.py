@@ -17,6 +17,7 @@ CPU = (
     ["export_memory"],
 )
 CUDA = (
+    ["rollout"],
     *(["publication", "--device", "cuda", "--staging", staging] for staging in ("host", "shadow", "ipc")),
     ["train_replay", "--profile"],
     ["logprob", "--profile"],

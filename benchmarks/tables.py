@@ -2,7 +2,8 @@
 
     python -m benchmarks.tables [--check]
 
-A document holds `<!-- table NAME -->` ... `<!-- end -->`; what stands between is replaced. With --check nothing is
+A document holds `<!-- table NAME -->` ... `<!-- end -->`; what stands between is replaced. NAME is a JSON's, or with a
+dot and a word behind it one of several tables of that JSON. With --check nothing is
 written, and the exit code is 1 if a table is not what its JSON says.
 """
 
@@ -16,10 +17,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import performance_tables
 from benchmarks.record import RESULTS
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ("docs/publication.md", "docs/disaggregated.md", "docs/parallelism.md")
+DOCUMENTS = ("docs/publication.md", "docs/disaggregated.md", "docs/parallelism.md", "docs/performance.md")
 Record = dict[str, Any]
 
 
@@ -131,6 +133,11 @@ def _lost_way(cells: list[Record], phase: str, column: tuple[str, str, str]) -> 
     return ""
 
 
+def with_source(make: Callable[[Record], tuple[list[str], list[list[str]]]]) -> Callable[[Record], str]:
+    """The table of a header and rows, and below it where the figures come from."""
+    return lambda record: f"{_markdown(*make(record))}\n\n{_source(record)}."
+
+
 TABLES: dict[str, Callable[[Record], str]] = {
     "checkpoint_cpu": checkpoint,
     "checkpoint_cuda": checkpoint,
@@ -142,6 +149,13 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "publication_cuda_shadow": publication,
     "publication_cuda_ipc": publication,
     "sequences_cpu": sequences,
+    "rollout_cuda": with_source(performance_tables.rollout),
+    "rollout_cuda.steps": with_source(performance_tables.rollout_steps),
+    "train_replay_cuda": with_source(performance_tables.train_replay),
+    "logprob_cuda": with_source(performance_tables.logprob),
+    "olmoe_train_cuda": with_source(performance_tables.olmoe_train),
+    "full_size_ouro_1_4b.phases": with_source(performance_tables.update_phases),
+    "full_size_olmoe_1b_7b.phases": with_source(performance_tables.update_phases),
 }
 
 
@@ -156,11 +170,11 @@ def render(text: str) -> str:
         name = match[1]
         if name not in TABLES:
             raise ValueError(f"got a marker for table {name!r}, expected one of {sorted(TABLES)}")
-        path = RESULTS / f"{name}.json"
+        path = RESULTS / f"{name.partition('.')[0]}.json"
         body = TABLES[name](json.loads(path.read_text())) if path.exists() else "Not measured yet."
         return f"<!-- table {name} -->\n{body}\n<!-- end -->"
 
-    return re.sub(r"<!-- table (\w+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
+    return re.sub(r"<!-- table ([\w.]+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
 
 
 def _markdown(head: list[str], rows: list[list[str]]) -> str:

@@ -1,0 +1,123 @@
+"""Tables of docs/performance.md: each figure beside a peer of the same run and the limit of the machine."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+Record = dict[str, Any]
+Rows = tuple[list[str], list[list[str]]]
+"""Header and rows of a table."""
+
+
+def rollout(record: Record) -> Rows:
+    """Tokens per second of each engine, beside the bytes that must be moved."""
+    rows = [
+        [
+            row["engine"],
+            row["policy"],
+            f"{row['requests']} x {row['response']}",
+            f"{row['depth_mean']:.2f}",
+            f"{(speed := statistics.median(row['tokens_per_second'])):,.0f}",
+            f"{min(row['tokens_per_second']):,.0f} .. {max(row['tokens_per_second']):,.0f}",
+            f"{row['limit_tokens_per_second']:,.0f}",
+            f"{100 * speed / row['limit_tokens_per_second']:.0f} %",
+        ]
+        for row in record["results"]["rows"]
+    ]
+    return ["engine", "depth", "requests", "mean loops", "tokens/s", "from .. to", "limit", "of it"], rows
+
+
+def rollout_steps(record: Record) -> Rows:
+    """One decode step under the profiler: what the clock says, how long kernels ran, and the largest of them."""
+    rows = []
+    for step in record["results"]["profiled_steps"]:
+        count = step["steps"]
+        top = "; ".join(f"{_short(k['name'])} {k['ms'] / count:.1f}" for k in step["top"][:4])
+        busy = step["kernels_ms"] / count
+        rows.append([step["policy"], str(step["requests"]), f"{step['ms_per_step']:.1f}", f"{busy:.1f}", top])
+    return ["depth", "requests", "ms a step", "kernels ms", "largest kernels, ms a step"], rows
+
+
+def train_replay(record: Record) -> Rows:
+    """Forward and backward of the trainer at every kind of depth, beside plain PyTorch."""
+    limit = record["results"]["limit"]["flops_per_second"]
+    rows = []
+    for row in [*record["results"]["updates"], *record["results"]["peers"]]:
+        memory = row["memory_bytes"]
+        rows.append(
+            [
+                row.get("what", "trainer"),
+                row.get("depth", "full"),
+                f"{row['sequences']} x {row['tokens_each']}",
+                "yes" if row["recompute"] else "no",
+                f"{row['tokens_per_second']:,.0f}",
+                f"{row['model_flops_per_second'] / 1e12:.0f}",
+                f"{100 * row['model_flops_per_second'] / limit:.0f} %",
+                f"{row['optimizer_step_seconds']['median'] * 1e3:.0f}" if "optimizer_step_seconds" in row else "",
+                f"{memory['peak'] / 1e9:.1f}" if memory else "",
+            ]
+        )
+    header = ["what", "depth", "sequences", "recompute", "tokens/s", "TFLOP/s", "of the product's", "optimizer ms"]
+    return [*header, "peak GB"], rows
+
+
+def logprob(record: Record) -> Rows:
+    """Forward and backward of selected log-probs, beside peers and the matrix products alone."""
+    results = record["results"]
+    products = results["its three matrix products"]["seconds"]["median"]
+    rows = [
+        [name, "did not run: " + row["error"], "", "", ""]
+        if "error" in row
+        else [
+            name,
+            f"{row['seconds']['median'] * 1e3:.1f}",
+            f"{row['seconds']['min'] * 1e3:.1f} .. {row['seconds']['max'] * 1e3:.1f}",
+            f"{row['seconds']['median'] / products:.2f}",
+            f"{row['memory_bytes']['extra'] / 1e9:.2f}" if row["memory_bytes"] else "",
+        ]
+        for name, row in results.items()
+    ]
+    return ["what", "ms", "from .. to", "times its products", "extra GB"], rows
+
+
+def olmoe_train(record: Record) -> Rows:
+    limit = record["results"]["limit"]["flops_per_second"]
+    rows = [
+        [
+            name,
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['model_flops_per_second'] / 1e12:.0f}",
+            f"{100 * row['model_flops_per_second'] / limit:.0f} %",
+            f"{row['memory_bytes']['peak'] / 1e9:.1f}" if row["memory_bytes"] else "",
+        ]
+        for name, row in record["results"].items()
+        if name != "limit"
+    ]
+    return ["what", "tokens/s", "TFLOP/s", "of a large product's", "peak GB"], rows
+
+
+def update_phases(record: Record) -> Rows:
+    """Seconds of each update's phases, as the driver reports them."""
+    phases = ("rollout", "train", "publish", "save")
+    rows = []
+    for line in record["results"]["metrics"]:
+        times = [f"{line.get(f'{phase}_seconds', 0):.2f}" for phase in phases]
+        rows.append([str(line["update"]), line.get("execution") or "", *times])
+    return ["update", "depth", *(f"{phase} s" for phase in phases)], rows
+
+
+def kernels(record: Record, path: tuple[str, ...], count: int = 6) -> str:
+    """ "name 12 ms, ..." of the largest kernels that a profile found at this place of the results."""
+    found: Any = record["results"]
+    for name in path:
+        found = found[int(name)] if isinstance(found, list) else found[name]
+    return ", ".join(f"{_short(k['name'])} {k['ms']:.1f} ms" for k in found["kernels"]["top"][:count])
+
+
+def _short(name: str) -> str:
+    """A kernel's name without its template arguments."""
+    name = name.removeprefix("void ").replace("at::native::", "")
+    for opening in "<(":
+        name = name.split(opening, 1)[0]
+    return f"`{name.strip()[:60]}`"
