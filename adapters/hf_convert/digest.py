@@ -170,7 +170,7 @@ def _by_triton() -> Callable[..., int]:
 
     def compiled(bits: torch.Tensor, *, first: int, stride: int) -> int:
         span = Span(source=bits, columns=bits.shape[1], first=first, stride=stride)
-        return sums_of_mixed([span], exponent=0, golden=GOLDEN, multiplier=MULTIPLIER)[0][0]
+        return int(sums_of_mixed([span], exponent=0, golden=GOLDEN, multiplier=MULTIPLIER)[0, 0]) % 2**64
 
     return compiled
 

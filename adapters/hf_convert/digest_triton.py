@@ -38,15 +38,16 @@ class Span:
     """Where the elements are copied to, the least integer (a negative zero's bits) as 0; contiguous, of this dtype."""
 
 
-def sums_of_mixed(spans: Sequence[Span], *, exponent: int, golden: int, multiplier: int) -> list[tuple[int, bool]]:
-    """Reads every span once.
+def sums_of_mixed(spans: Sequence[Span], *, exponent: int, golden: int, multiplier: int) -> torch.Tensor:
+    """Reads every span once, and does not wait for it.
 
     Args:
         spans: not empty, of one element size, on one device; all with a target or none.
         exponent: the bits that are all set in infinities and NaNs; 0 if there are none.
 
     Returns:
-        For each: the sum of mix(bits + (index + 1) * golden) mod 2**64, and whether every element is finite.
+        [spans, 2] int64 on the device: the sum of mix(bits + (index + 1) * golden), whose low 64 bits count; 0
+        if every element is finite.
     """
     device, size = spans[0].source.device, spans[0].source.element_size()
     one_row = all(span.columns == span.source.numel() for span in spans)
@@ -68,7 +69,7 @@ def sums_of_mixed(spans: Sequence[Span], *, exponent: int, golden: int, multipli
             TILE=TILE,
             PIECE=PIECE,
         )
-    return [(total % 2**64, not_finite == 0) for total, not_finite in found.tolist()]
+    return found
 
 
 def _table(spans: Sequence[Span], golden: int) -> np.ndarray:

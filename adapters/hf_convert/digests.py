@@ -6,9 +6,10 @@ The values are those of `digest`, whose functions take one tensor.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -57,7 +58,7 @@ def partial_digests(parts: Sequence[Part]) -> list[int]:
         first, stride, rows = place_in(part.tensor.shape, part.shape, part.dim, part.offset)
         source = part.tensor.contiguous()
         spans.append(kernel.Span(source=source, columns=source.numel() // max(rows, 1), first=first, stride=stride))
-    return [total for total, _ in _sums(kernel, spans, exponent=0)]
+    return [total for total, _ in _begin_sums(kernel, spans, exponent=0)()]
 
 
 def finite_digests(tensors: Sequence[torch.Tensor]) -> list[tuple[str, bool]]:
@@ -68,19 +69,25 @@ def finite_digests(tensors: Sequence[torch.Tensor]) -> list[tuple[str, bool]]:
     for exponent in {EXPONENTS.get(tensor.dtype, 0) for tensor in tensors}:
         chosen = [i for i, tensor in enumerate(tensors) if EXPONENTS.get(tensor.dtype, 0) == exponent]
         spans = [kernel.Span(source=tensors[i].contiguous(), columns=tensors[i].numel()) for i in chosen]
-        found |= zip(chosen, _sums(kernel, spans, exponent=exponent), strict=True)
+        found |= zip(chosen, _begin_sums(kernel, spans, exponent=exponent)(), strict=True)
     return [(render_digest(total), is_finite) for total, is_finite in (found[i] for i in range(len(tensors)))]
 
 
 def copies_without_negative_zeros(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[str]:
-    """`copy_without_negative_zeros` of each (source, target): the digests of what was written.
+    """`copy_without_negative_zeros` of each (source, target): the digests of what was written."""
+    return begin_copies(pairs)()
+
+
+def begin_copies(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], list[str]]:
+    """Starts `copies_without_negative_zeros`; what it returns waits for the end and gives the digests.
 
     Args:
         pairs: of the same shape and dtype, on one device; a source may be its own target.
     """
     targets = [target for _, target in pairs]
     if (kernel := _kernel_for([source for source, _ in pairs])) is None:
-        return spread(lambda pair: copy_without_negative_zeros(*pair), pairs, sizes=[t.nbytes for t in targets])
+        digests = spread(lambda pair: copy_without_negative_zeros(*pair), pairs, sizes=[t.nbytes for t in targets])
+        return lambda: digests
     assert all(target.is_contiguous() for target in targets)
     spans, others = {}, {}
     for i, (source, target) in enumerate(pairs):
@@ -88,23 +95,36 @@ def copies_without_negative_zeros(pairs: Sequence[tuple[torch.Tensor, torch.Tens
             spans[i] = kernel.Span(source=source.contiguous(), columns=source.numel(), target=target)
         else:
             others[i] = tensor_digest(target.copy_(source))
-    sums = _sums(kernel, list(spans.values()), exponent=0)
-    digests = others | {i: render_digest(total) for i, (total, _) in zip(spans, sums, strict=True)}
-    return [digests[i] for i in range(len(pairs))]
+    sums = _begin_sums(kernel, list(spans.values()), exponent=0)
+
+    def end() -> list[str]:
+        digests = others | {i: render_digest(total) for i, (total, _) in zip(spans, sums(), strict=True)}
+        return [digests[i] for i in range(len(pairs))]
+
+    return end
 
 
-def _sums(kernel: ModuleType, spans: Sequence, *, exponent: int) -> list[tuple[int, bool]]:
-    """Of each span; launched by element size, and apart where rows lie apart, which costs a division an element."""
-    found: dict[int, tuple[int, bool]] = {}
+def _begin_sums(kernel: ModuleType, spans: Sequence[Any], *, exponent: int) -> Callable[[], list[tuple[int, bool]]]:
+    """Starts the kernels; what it returns waits for them and gives each span's sum, and whether it is finite.
+
+    Launched by element size, and apart where rows lie apart, which costs a division an element.
+    """
     kinds = [(span.source.element_size(), span.columns == span.source.numel()) for span in spans]
-    for kind in set(kinds):
-        chosen = [i for i, k in enumerate(kinds) if k == kind and spans[i].source.numel()]
-        if chosen:
-            launched = kernel.sums_of_mixed(
-                [spans[i] for i in chosen], exponent=exponent, golden=GOLDEN, multiplier=MULTIPLIER
-            )
-            found |= zip(chosen, launched, strict=True)
-    return [found.get(i, (0, True)) for i in range(len(spans))]
+    launched = []
+    for kind in dict.fromkeys(kinds):
+        if chosen := [i for i, k in enumerate(kinds) if k == kind and spans[i].source.numel()]:
+            of_kind = [spans[i] for i in chosen]
+            options = {"exponent": exponent, "golden": GOLDEN, "multiplier": MULTIPLIER}
+            launched.append((chosen, kernel.sums_of_mixed(of_kind, **options)))
+
+    def end() -> list[tuple[int, bool]]:
+        found = [(0, True)] * len(spans)
+        for chosen, sums in launched:
+            for i, (total, not_finite) in zip(chosen, sums.tolist(), strict=True):
+                found[i] = total % 2**64, not not_finite
+        return found
+
+    return end
 
 
 def _num_bytes(part: torch.Tensor | Blocks) -> int:

@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,18 @@ class Connection:
             messages.raise_failure(answer)
         assert isinstance(answer, messages.Reply)
         return answer.value if kind is None else msgspec.convert(answer.value, kind)
+
+    def call_all(self, calls: Sequence[tuple[type[messages.Call], dict[str, Any]]]) -> None:
+        """Sends calls at once and waits until all are done. Raises the first error; later answers belong to nobody."""
+        sent: list[int] = []
+        try:
+            for call, fields in calls:
+                sent.append(self.send(call, **fields))
+            for call_id in sent:
+                self.answer(call_id)
+        finally:
+            for call_id in sent:
+                self._answers.pop(call_id, None)
 
     @contextlib.contextmanager
     def patience(self, seconds: float) -> Iterator[None]:

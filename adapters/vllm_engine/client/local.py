@@ -116,8 +116,7 @@ class LocalEngine(PublishingEngine):
         call = self._connection.call
         if call(messages.Begin, bool, version=offered.version, manifest=offered.manifest):
             return
-        for bucket in offered.buckets:
-            call(messages.Stage, bucket=bucket)
+        self._connection.call_all([(messages.Stage, {"bucket": bucket}) for bucket in offered.buckets])
         clock.lap("stage")
         call(messages.Prepare)
         clock.lap("prepare")

@@ -7,13 +7,14 @@ own: `shared_memory` (files in memory) and `device_memory` (the trainer's CUDA m
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import msgspec
 import torch
 
 from adapters.contract import TensorSpec
-from adapters.hf_convert.digests import copies_without_negative_zeros
+from adapters.hf_convert.digests import begin_copies
 from adapters.hf_convert.dtypes import dtype_name
 
 BUCKET_BYTES = 256 << 20
@@ -63,6 +64,14 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True):
         return sum(place.num_bytes for place in self.placements)
 
 
+class _Started(NamedTuple):
+    """A bucket that is being written."""
+
+    bucket: Bucket
+    digests: Callable[[], list[str]]
+    """Waits for the writing."""
+
+
 class BucketStore(abc.ABC):
     """The buckets that one process has written. Memory that nobody reads any more is written again.
 
@@ -82,16 +91,18 @@ class BucketStore(abc.ABC):
         Yields:
             Each bucket, and its tensors described as they were written.
         """
-        group: list[tuple[str, torch.Tensor]] = []
-        size = 0
-        for name, tensor in tensors:
-            if group and size + tensor.nbytes > BUCKET_BYTES:
-                yield self._write(group)
-                group, size = [], 0
-            group.append((name, tensor.detach()))
-            size += _aligned(tensor.nbytes)
-        if group:
-            yield self._write(group)
+        started: _Started | None = None
+        try:
+            for group in _groups(tensors):
+                ended, started = started, self._start(group)  # a device copies one while the next is begun
+                if ended is not None:
+                    yield self._finish(ended)
+            if started is not None:
+                yield self._finish(started)
+        except BaseException:
+            if started is not None:
+                self.remove([started.bucket])
+            raise
 
     def recycle(self, buckets: Iterable[Bucket]) -> None:
         """Takes back buckets that no worker reads any more; the next `write` may overwrite them."""
@@ -122,18 +133,22 @@ class BucketStore(abc.ABC):
 
     @abc.abstractmethod
     def _written(self, location: Location) -> None:
-        """The bucket is full: makes it readable for other processes."""
+        """The bucket is full: makes it readable for other hosts, where it is meant to be."""
 
-    def _write(self, group: list[tuple[str, torch.Tensor]]) -> tuple[Bucket, list[TensorSpec]]:
+    def _start(self, group: list[tuple[str, torch.Tensor]]) -> _Started:
         placements, size = _place(group)
         location, memory = self._take(max(size, 1))
-        digests = _write_tensors([tensor for _, tensor in group], placements, memory)
-        self._written(location)
+        bucket = Bucket(location=location, placements=tuple(placements))
+        return _Started(bucket, _begin_writing([tensor for _, tensor in group], placements, memory))
+
+    def _finish(self, started: _Started) -> tuple[Bucket, list[TensorSpec]]:
+        bucket = started.bucket
         specs = [
             TensorSpec(name=place.name, shape=place.shape, dtype=place.dtype, digest=digest)
-            for place, digest in zip(placements, digests, strict=True)
+            for place, digest in zip(bucket.placements, started.digests(), strict=True)
         ]
-        return Bucket(location=location, placements=tuple(placements)), specs
+        self._written(bucket.location)
+        return bucket, specs
 
     def _take(self, size: int) -> tuple[Location, torch.Tensor]:
         """Spare memory of this size, or new."""
@@ -157,17 +172,44 @@ def _place(group: list[tuple[str, torch.Tensor]]) -> tuple[list[Placement], int]
     return placements, offset
 
 
-def _write_tensors(sources: list[torch.Tensor], placements: list[Placement], memory: torch.Tensor) -> list[str]:
-    """Copies them into a bucket's memory -> digests of what was written, computed on a device if tensors are on one."""
+def _groups(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    group: list[tuple[str, torch.Tensor]] = []
+    size = 0
+    for name, tensor in tensors:
+        if group and size + tensor.nbytes > BUCKET_BYTES:
+            yield group
+            group, size = [], 0
+        group.append((name, tensor.detach()))
+        size += _aligned(tensor.nbytes)
+    if group:
+        yield group
+
+
+def _begin_writing(
+    sources: list[torch.Tensor], placements: list[Placement], memory: torch.Tensor
+) -> Callable[[], list[str]]:
+    """Copies them into a bucket's memory; what it returns waits for that and gives the digests of what was written.
+
+    They are computed on a device if the tensors are on one.
+    """
     devices = {source.device for source in sources}
-    if len(devices) == 1 and not memory.is_cuda and (device := devices.pop()).type == "cuda":
-        staged = torch.empty_like(memory, device=device)  # one copy over the bus
-        digests = _write_tensors(sources, placements, staged)
-        memory.copy_(staged)
-        return digests
-    targets = [place.view(memory) for place in placements]
+    is_from_device = len(devices) == 1 and sources[0].is_cuda
+    written = memory if memory.is_cuda or not is_from_device else torch.empty_like(memory, device=sources[0].device)
+    targets = [place.view(written) for place in placements]
     here = [
-        source if source.device == memory.device else target.copy_(source)
+        source if source.device == written.device else target.copy_(source)
         for source, target in zip(sources, targets, strict=True)
     ]
-    return copies_without_negative_zeros(list(zip(here, targets, strict=True)))
+    digests = begin_copies(list(zip(here, targets, strict=True)))
+    if written is not memory:
+        memory.copy_(written, non_blocking=True)  # once over the bus
+    if not written.is_cuda:
+        return digests
+    done = torch.cuda.Event()
+    done.record(torch.cuda.current_stream(written.device))
+
+    def end() -> list[str]:
+        done.synchronize()
+        return digests()
+
+    return end

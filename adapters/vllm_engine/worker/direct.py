@@ -37,6 +37,7 @@ def load_directly(model: TracedModel, live_tensors: Iterable[LiveTensor], tensor
         ValueError: a tensor is missing, unknown or repeated; some may have been written.
     """
     places = {live.name: live for live in live_tensors}
+    is_on_host = any(isinstance(live.part, Blocks) or not live.part.is_cuda for live in places.values())
     for group in _groups(tensors):
         pairs = []
         for name, tensor in group:
@@ -44,7 +45,8 @@ def load_directly(model: TracedModel, live_tensors: Iterable[LiveTensor], tensor
                 raise ValueError(f"weights: got {name!r}, which the model lacks or which came before")
             pairs.append((_part_of(live, tensor), live.part))
         _write(pairs)
-    forget_packed(model)  # type: ignore[arg-type]  # a protocol cannot say that it is a module
+    if is_on_host:
+        forget_packed(model)  # type: ignore[arg-type]  # a protocol cannot say that it is a module
     if places:
         raise ValueError(f"weights: {sorted(places)[:10]} are missing ({len(places)} in all)")
 

@@ -133,8 +133,9 @@ class LiveWeights:
     def _content_problems(self, specs: list[TensorSpec]) -> list[str]:
         """What is wrong with the values of staged tensors, computed on the worker's device."""
         problems = []
-        for group in _groups(specs, self._staged):
-            tensors = [self._on_device(self._shadow.get(spec.name, self._staged[spec.name])) for spec in group]
+        staged = {**self._staged, **self._shadow}
+        for group in _groups(specs, staged, self._runner.device):
+            tensors = [self._on_device(staged[spec.name]) for spec in group]
             for spec, (digest, is_finite) in zip(group, finite_digests(tensors), strict=True):
                 if not is_finite:
                     problems.append(f"{spec.name}: holds values that are not finite")
@@ -183,13 +184,15 @@ class LiveWeights:
             yield name, directory.read(name).to(config.dtype)
 
 
-def _groups(specs: Sequence[TensorSpec], staged: dict[str, torch.Tensor]) -> Iterator[list[TensorSpec]]:
-    """Tensors that are looked at together: of about a bucket's size, since they may have to be copied to the device."""
+def _groups(
+    specs: Sequence[TensorSpec], staged: dict[str, torch.Tensor], device: torch.device
+) -> Iterator[list[TensorSpec]]:
+    """What is looked at together: at most about a bucket's size of tensors that have to be copied to the device."""
     group: list[TensorSpec] = []
     size = 0
     for spec in specs:
         group.append(spec)
-        size += staged[spec.name].nbytes
+        size += staged[spec.name].nbytes * (staged[spec.name].device.type != device.type)
         if size > BUCKET_BYTES:
             yield group
             group, size = [], 0
