@@ -18,6 +18,7 @@ CPU = (
 )
 CUDA = (
     ["rollout"],
+    ["disaggregated"],
     *(["publication", "--device", "cuda", "--staging", staging] for staging in ("host", "shadow", "ipc")),
     ["train_replay", "--profile"],
     ["logprob", "--profile"],

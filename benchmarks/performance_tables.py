@@ -97,6 +97,27 @@ def olmoe_train(record: Record) -> Rows:
     return ["what", "tokens/s", "TFLOP/s", "of a large product's", "peak GB"], rows
 
 
+def disaggregated(record: Record) -> Rows:
+    """The local engine and the ones in several processes, on the same requests."""
+    rows = []
+    for name, row in record["results"].items():
+        if name == "remarks":
+            continue
+        differs = f"{row['logprob_diff_mean']:.1e}, {row['logprob_diff_max']:.1e}" if "logprob_diff_max" in row else ""
+        rows.append(
+            [
+                name,
+                row["transports"] or "",
+                f"{row['tokens_per_second']:,.0f}",
+                f"{row['seconds_to_one_token_of_each']:.2f}",
+                f"{row['kv_bytes'] / 1e9:.2f}",
+                differs,
+            ]
+        )
+    header = ["engine", "transports", "tokens/s", "one token of each, s", "keys and values GB"]
+    return [*header, "log-probs from local: mean, max"], rows
+
+
 def update_phases(record: Record) -> Rows:
     """Seconds of each update's phases, as the driver reports them."""
     phases = ("rollout", "train", "publish", "save")

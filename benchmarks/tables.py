@@ -149,6 +149,7 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "publication_cuda_shadow": publication,
     "publication_cuda_ipc": publication,
     "sequences_cpu": sequences,
+    "disaggregated_cuda": with_source(performance_tables.disaggregated),
     "rollout_cuda": with_source(performance_tables.rollout),
     "rollout_cuda.steps": with_source(performance_tables.rollout_steps),
     "train_replay_cuda": with_source(performance_tables.train_replay),
