@@ -117,7 +117,7 @@ def updates(
     """Whole updates, and in them forward + backward and the optimizer's step by themselves."""
     length = samples[0].num_inputs
     trainer.model.model.recompute = recompute
-    trainer.tokens_per_microbatch = length * (len(samples) if recompute else max(1, len(samples) // 4))
+    trainer.tokens_per_microbatch = length * (len(samples) if recompute else max(1, len(samples) // 2))
     parts: dict[str, list[float]] = {"forward_backward": [], "optimizer_step": []}
     whole: dict[str, float] = {}
 
