@@ -58,11 +58,9 @@ def top_kernels(work: Callable[[], Any], *, count: int = 15) -> dict[str, Any]:
 
     What the wall clock has beyond the sum of all kernels, the device waited for.
     """
-    kinds = [torch.profiler.ProfilerActivity.CPU]
-    if is_cuda():
-        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    kind = torch.profiler.ProfilerActivity.CUDA if is_cuda() else torch.profiler.ProfilerActivity.CPU
     synchronize()
-    with torch.profiler.profile(activities=kinds) as profile:
+    with torch.profiler.profile(activities=[kind]) as profile:
         started = time.perf_counter()
         work()
         synchronize()
