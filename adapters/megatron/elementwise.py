@@ -63,3 +63,13 @@ def scaled_rows(x: Tensor, factors: Tensor) -> Tensor:
 
         return experts.scaled(x, factors)
     return (x * factors[:, None]).to(x.dtype)
+
+
+def take_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """x[rows] of x [N, ...] and int64 rows [M], zeros where a row is negative."""
+    if is_fused(x):
+        from adapters.megatron.kernels import rows as kernels
+
+        return kernels.take_rows(x, rows)
+    taken = x.index_select(0, rows.clamp(min=0))
+    return taken.masked_fill_((rows < 0).view(-1, *[1] * (x.dim() - 1)), 0)

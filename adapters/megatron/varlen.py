@@ -38,7 +38,7 @@ class PackedPass:
     keys: Gather | None
     """Sorted rows -> places; None where the rows stand in stream order. The next two are None with it."""
     queries: Gather | None
-    """Active rows -> places; at a place whose token has left the query of another row."""
+    """Active rows -> places; at a place whose token has left the query is zero."""
     outputs: Gather | None
     """Places -> active rows."""
 
@@ -67,14 +67,14 @@ def packed_pass(
     cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
     keys = queries = outputs = None
     if not torch.equal(key_rows, torch.arange(num_places)):
-        query_rows = torch.where(runs, key_rows, 0)
+        query_rows = torch.where(runs, key_rows, -1)
         query_places = torch.empty(num_active, dtype=torch.int64)
         query_places[key_rows[runs]] = runs.nonzero()[:, 0]
         key_places = torch.full((num_key_rows,), -1)
         key_places[key_rows] = torch.arange(num_places)
-        keys = Gather(rows=key_rows, inverse=key_places.clamp(min=0), unused=_if_any(key_places < 0)).to(device)
+        keys = Gather(rows=key_rows, inverse=key_places).to(device)
         queries = Gather(rows=query_rows, inverse=query_places).to(device)
-        outputs = Gather(rows=query_places, inverse=query_rows, unused=_if_any(~runs)).to(device)
+        outputs = Gather(rows=query_places, inverse=query_rows).to(device)
     return PackedPass(
         cu_seqlens=to_device(cu_seqlens, device),
         longest=int(lengths.max()),
@@ -146,7 +146,3 @@ def _strictly_deterministic() -> Iterator[None]:
 
 def _gather(x: Tensor, gather: Gather | None) -> Tensor:
     return x if gather is None else gather(x)
-
-
-def _if_any(unused: Tensor) -> Tensor | None:
-    return unused[:, None, None] if bool(unused.any()) else None

@@ -91,6 +91,18 @@ def test_rows_of_a_slice_and_none_at_all(monkeypatch: pytest.MonkeyPatch) -> Non
     assert off.abs().max() < 0.1 and kernels("gated")(gate[:0], up[:0]).shape == (0, 1024)
 
 
+def test_rows_by_index() -> None:
+    """Exactly the rows that were asked for, of any width, also of more than two dimensions, and zeros for -1."""
+    from adapters.megatron.kernels.rows import take_rows
+
+    rows = torch.tensor([3, -1, 0, 3, 6, -1], device=DEVICE)
+    for shape in ((7, 4, 33), (7, 5000), (7,)):
+        x = torch.randn(shape, device=DEVICE).to(BF16)
+        want = torch.stack([x[r] if r >= 0 else torch.zeros_like(x[0]) for r in rows.tolist()])
+        assert torch.equal(take_rows(x, rows), want)
+    assert take_rows(x, rows[:0]).shape == (0,)
+
+
 class Head(torch.nn.Module):
     """Logits by a weight of any dtype."""
 

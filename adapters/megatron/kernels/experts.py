@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from adapters.megatron.elementwise import take_rows
+
 
 class Places(NamedTuple):
     """Which row is whose."""
@@ -59,7 +61,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, to: Places) -> Tensor:
         ctx.to = to
-        return x.index_select(0, to.tokens)
+        return take_rows(x, to.tokens)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -74,7 +76,7 @@ class _Collect(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.index_select(0, ctx.to.tokens), None
+        return take_rows(grad, ctx.to.tokens), None
 
 
 class _Scaled(torch.autograd.Function):
