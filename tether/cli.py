@@ -10,6 +10,7 @@ COMMANDS = {
     "train": ("tether.train", "train a model by GRPO: rollouts, updates, publication, checkpoints, export"),
     "launch": ("tether.launch", "the same in several processes, on one machine or several, restarted when it fails"),
     "checkpoint": ("tether.checkpoint", "list, show, compare and verify the checkpoints of a run"),
+    "memory": ("tether.memory", "say what a run takes of a device, whether it fits, and what to change"),
     "report": ("tether.report", "write one page about a run: figures, phases, sample responses"),
     "convert": ("tether.convert", "import, export and verify Hugging Face directories"),
 }

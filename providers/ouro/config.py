@@ -74,6 +74,22 @@ class OuroConfig:
         """Inner width of the feed-forward part that a token runs."""
         return self.intermediate_size
 
+    def kept_bytes(self, element: int) -> tuple[int, int]:
+        """What one run of one layer keeps of a token for its backward pass: (between projections, inside of them).
+
+        Tensor parallelism divides the second part, sequence parallelism the first. A norm keeps its input in fp32 and
+        its output before the weight; before a projection also the output. Then queries, keys, values, attention's
+        output, gate, its silu, up and their product.
+        """
+        norms = 2 * (4 + 2 * element) + 2 * (4 + element)
+        heads = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        return norms * self.hidden_size + 4 * 4, element * (heads + 4 * self.intermediate_size)
+
+    def backward_bytes(self, *, recompute: bool) -> int:
+        """Of a token, what the widest moment of a backward pass in bf16 needs beside what layers keep: gradients of
+        activations. Counted from its operations; with recompute the moment is inside of a layer."""
+        return (17 if recompute else 20) * self.hidden_size
+
     def parallel_problems(self, asked: Parallelism) -> list[str]:
         """Why this model cannot be trained so; empty if it can."""
         cut = ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size")
