@@ -1,6 +1,6 @@
 """How long a publication takes on this machine, beside a memory copy of the same bytes in the same run.
 
-    python -m benchmarks.publication [--repeats 5] [--layers 6]              # 100 million parameters, CPU, fp32
+    python -m benchmarks.publication [--repeats 5]             # 100 million parameters, CPU, fp32
     python -m benchmarks.publication --device cuda --staging ipc             # Ouro-1.4B's shape, bf16
 
 A real engine on a random Ouro. Writes benchmarks/results/publication_{cpu,cuda_STAGING}.json: seconds by phase, beside
@@ -33,39 +33,19 @@ from adapters.threads import spread
 from adapters.vllm_engine.client.local import LocalEngine
 from adapters.vllm_engine.memory.staging import Staging
 from adapters.vllm_engine.settings import EngineSettings
-from benchmarks import limits, publication_peer, record
+from benchmarks import limits, publication_peer, record, shapes
 from tests.tiny import write_ouro
 
-SHAPES = {
-    "cpu": {
-        "vocab_size": 16384,
-        "hidden_size": 1024,
-        "intermediate_size": 2816,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "head_dim": 64,
-        "num_hidden_layers": 6,
-    },
-    "cuda": {
-        "vocab_size": 49152,
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "head_dim": 128,
-        "num_hidden_layers": 24,
-    },
-}
-TINY = {
-    "hidden_size": 128,
-    "intermediate_size": 352,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
+CPU_SHAPE: dict[str, Any] = {
+    "vocab_size": 16384,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
     "head_dim": 64,
+    "num_hidden_layers": 6,
 }
-DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
-
-
+DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 PAUSE = ("drain", "load", "read back", "settle")
 """The phases in which nothing is generated."""
 
@@ -73,7 +53,7 @@ PAUSE = ("drain", "load", "read back", "settle")
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--device", choices=SHAPES, default="cpu")
+    parser.add_argument("--device", choices=DTYPES, default="cpu")
     parser.add_argument("--staging", choices=["host", "shadow", "ipc"], default="host")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the command; records nothing")
     parser.add_argument("--commit", help="of a working tree without git, as on a lent machine")
@@ -84,8 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if is_recorded and not arguments.commit:
         record.commit()
     torch.set_num_threads(1)
-    shape = {**SHAPES[device], **(TINY if arguments.tiny else {})}
-    results = measure(device, staging, arguments.repeats, shape)
+    with tempfile.TemporaryDirectory() as name:
+        shape = write(Path(name), device, is_tiny=arguments.tiny)
+        results = measure(Path(name), device, staging, arguments.repeats)
     print(results)
     if is_recorded:
         print(
@@ -93,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "publication_cpu" if device == "cpu" else f"publication_cuda_{staging}",
                 command="python -m benchmarks.publication "
                 + f"--repeats {arguments.repeats} --device {device} --staging {staging}",
-                settings={**shape, "dtype": str(DTYPES[device]), "staging": staging},
+                settings={**shape, "dtype": DTYPES[device], "staging": staging},
                 results=results,
                 commit_id=arguments.commit,
             )
@@ -101,24 +82,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure(device: str, staging: Staging, repeats: int, shape: dict[str, int]) -> dict[str, Any]:
+def write(model: Path, device: str, *, is_tiny: bool) -> dict[str, Any]:
+    """A model in one file -> its shape."""
+    if device == "cpu" and not is_tiny:
+        write_ouro(model, **CPU_SHAPE)
+        return CPU_SHAPE
+    name = "tiny-ouro" if is_tiny else "ouro-1.4b"
+    shapes.write_model(model, name, norm_std=0.1)
+    return shapes.SHAPES[name]
+
+
+def measure(model: Path, device: str, staging: Staging, repeats: int) -> dict[str, Any]:
     """The first two rounds are warm-up and dropped: until then the memory of the buckets grows to two versions."""
-    dtype = DTYPES[device]
     load_before = os.getloadavg()[0]
-    with tempfile.TemporaryDirectory() as name:
-        model = write_ouro(Path(name), dtype=dtype, **shape)
-        weights = load_file(model / "model.safetensors", device=device)
-        settings = EngineSettings(
-            model=model,
-            log_path=model / "log",
-            max_model_len=128,
-            dtype=str(dtype).removeprefix("torch."),
-            kv_cache_bytes=256 << 20,
-            staging=staging,
-        )
-        with LocalEngine(settings) as engine:
-            rounds = [one_round(engine, weights, update) for update in range(1, repeats + 3)][2:]
-        peers = publication_peer.measure(settings, weights, repeats) if staging == "ipc" else {}
+    (file,) = model.glob("*.safetensors")
+    weights = {
+        name: tensor.to(getattr(torch, DTYPES[device])) for name, tensor in load_file(file, device=device).items()
+    }
+    settings = EngineSettings(
+        model=model,
+        log_path=model / "log",
+        max_model_len=128,
+        dtype=DTYPES[device],
+        kv_cache_bytes=256 << 20,
+        staging=staging,
+    )
+    with LocalEngine(settings) as engine:
+        rounds = [one_round(engine, weights, update) for update in range(1, repeats + 3)][2:]
+    peers, failure = {}, None
+    if staging == "ipc":
+        try:
+            peers = publication_peer.measure(settings, weights, repeats)
+        except Exception as error:  # what was measured of ours is recorded all the same
+            failure = repr(error)
     num_bytes = sum(tensor.nbytes for tensor in weights.values())
     phases = {name: record.spread([r[name] for r in rounds]) for name in rounds[0]}
     return {
@@ -128,7 +124,9 @@ def measure(device: str, staging: Staging, repeats: int, shape: dict[str, int]) 
         "seconds": phases,
         "split": {name: record.spread([part[name] for part in map(split, rounds)]) for name in split(rounds[0])},
         "limit": limit(num_bytes, staging, torch.device(device)),
+        "is_direct": "weights are loaded directly" in settings.log_path.read_text(),
         "peers": {f"vllm_ipc_{kind}": record.spread(seconds) for kind, seconds in peers.items()},
+        **({"peers_failed": failure} if failure else {}),
         **{
             f"ratio_to_{name}": record.spread([r["publish"] / r[name] for r in rounds])
             for name in ("copy", "overwrite", "overwrite by threads")
