@@ -47,7 +47,10 @@ class DecodeGraphs:
         self.hidden_NH = torch.zeros(rows, hidden_size)
         self.stays_N1 = torch.ones(rows, 1, dtype=torch.bool)
         self.keys, self.values = (torch.zeros(layers, rows, kv_width) for _ in range(2))
-        self.lengths_TN = torch.ones(model.num_loops, rows, dtype=torch.int32)
+        self.lengths_TN, self._one = (
+            torch.ones(model.num_loops, rows, dtype=torch.int32),
+            torch.ones(1, dtype=torch.int32),
+        )
         self._model = model
 
         def captured(run: Callable[..., torch.Tensor], *given: Any) -> list[CUDAGraphWrapper]:
@@ -124,7 +127,7 @@ class DecodeGraphs:
         given = {name: metadata[name] for name in names}
         if stays_N1.is_cuda:
             lengths, whole = self.lengths_TN[loop - 1, : len(stays_N1)], given[names[0]]
-            torch.where(stays_N1[:, 0], whole.seq_lens, 1, out=lengths)
+            torch.where(stays_N1[:, 0], whole.seq_lens, self._one, out=lengths)
             metadata.update(dict.fromkeys(names, replace(whole, seq_lens=lengths, scheduler_metadata=None)))
         yield
         metadata.update(given)
