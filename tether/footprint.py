@@ -88,7 +88,8 @@ def backward(shape: Shape) -> int:
 
 def logprobs(shape: Shape) -> int:
     """The logits of one chunk, and the gradient of the head's weight."""
-    c, s = shape.config, shape.settings
+    c: Any = shape.config
+    s = shape.settings
     each = ENTROPY_BYTES if s.entropy_bonus else LOGIT_BYTES
     rows = min(CHUNK_ROWS, s.tokens_per_microbatch)
     return c.vocab_size // s.tensor_parallel * (rows * each + c.hidden_size * shape.element)
@@ -102,8 +103,8 @@ def _layer(shape: Shape) -> int:
 
 def _between(shape: Shape) -> int:
     """Processes that divide activations between projections; models with experts always do."""
-    s = shape.settings
-    return s.tensor_parallel if s.sequence_parallel or getattr(shape.config, "num_experts", 0) else 1
+    s, has_experts = shape.settings, bool(getattr(shape.config, "num_experts", 0))
+    return s.tensor_parallel if s.sequence_parallel or has_experts else 1
 
 
 def engine(shape: Shape) -> dict[str, int]:

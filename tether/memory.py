@@ -9,10 +9,12 @@ on the first device, where the first trainer process is. The exit code is 1 if t
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from adapters.hf_convert.directory import CONFIG, read_json
 from providers.registry import provider
@@ -78,7 +80,7 @@ def advice(shape: Shape, device_bytes: int) -> list[str]:
     if now <= device_bytes * (1 - FRAGMENTS):
         return []
     s = shape.settings
-    changes = {
+    changes: dict[str, dict[str, Any]] = {
         "recompute=true": {"recompute": True},
         f"tokens_per_microbatch={s.tokens_per_microbatch // 2}": {
             "tokens_per_microbatch": s.tokens_per_microbatch // 2
@@ -95,7 +97,7 @@ def advice(shape: Shape, device_bytes: int) -> list[str]:
         changes[f"train_devices={2 * s.train_devices} expert_parallel={2 * s.expert_parallel}"] = doubled
     saved = {}
     for name, change in changes.items():
-        changed = Shape(**{**vars(shape), "settings": s.replace(**change)})
+        changed = dataclasses.replace(shape, settings=s.replace(**change))
         saved[name] = now - estimate_of(changed).together
     ordered = sorted((size, name) for name, size in saved.items() if size > 0)[::-1]
     return [f"{name} saves {_gib(size)}" for size, name in ordered]
