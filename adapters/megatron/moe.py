@@ -133,6 +133,13 @@ def grouped_linear(x: Tensor, weight: Tensor, rows_per_expert: Tensor) -> Tensor
     return torch.cat([F.linear(rows, each) for rows, each in zip(parts, weight.unbind(0), strict=True)])
 
 
+def chosen_experts(choice: Tensor, top_k: int) -> Tensor:
+    """[T, E] bool, `top_k` True in every row -> [T, K] int64 ascending, without waiting for the device."""
+    number = choice.shape[1]
+    names = torch.arange(number, device=choice.device, dtype=torch.int16)
+    return torch.where(choice, names, number).sort(-1).values[:, :top_k].long()
+
+
 class MoE(MegatronModule):
     """Router, dispatcher and experts of one layer. The names of its parts are those of the checkpoint."""
 
@@ -159,9 +166,12 @@ class MoE(MegatronModule):
             [T, H] and what the router did with the real rows.
         """
         probabilities, choice, logits = self.gate(x, experts)
-        run = self._run_here if self.has_all_experts and is_fused(x) else self._run_dispatched
-        out = run(x, choice, probabilities)
-        return out, self._routed(logits[:num_real], choice[:num_real], load)
+        chosen = chosen_experts(choice, self.config.moe_router_topk)
+        if self.has_all_experts and is_fused(x):
+            out = self._run_here(x, choice, probabilities, chosen)
+        else:
+            out = self._run_dispatched(x, choice, probabilities)
+        return out, self._routed(logits[:num_real], choice[:num_real], chosen[:num_real], load)
 
     def _run_dispatched(self, x: Tensor, choice: Tensor, probabilities: Tensor) -> Tensor:
         dispatcher = self.dispatcher
@@ -171,22 +181,21 @@ class MoE(MegatronModule):
         out = dispatcher.combine_preprocess(self.experts(rows, counts, weights))
         return dispatcher.combine_postprocess(dispatcher.token_combine(out))
 
-    def _run_here(self, x: Tensor, choice: Tensor, probabilities: Tensor) -> Tensor:
+    def _run_here(self, x: Tensor, choice: Tensor, probabilities: Tensor, chosen: Tensor) -> Tensor:
         """The same where this rank has all of every expert: no atomic sums, and nothing waits for the device."""
         from adapters.megatron.kernels import experts as kernels
 
-        to = kernels.places(choice, self.config.moe_router_topk)
+        to = kernels.places(chosen)
         by_row = Gather(rows=to.choices, inverse=to.rows.flatten())
-        weights = by_row(probabilities.gather(1, to.experts).flatten())
-        return kernels.collect(self.experts(kernels.spread(x, to), to.counts, weights), to)
+        weights = by_row(probabilities.gather(1, chosen).flatten())
+        return kernels.collect(self.experts(kernels.spread(x, to), choice.sum(0), weights), to)
 
-    def _routed(self, logits: Tensor, choice: Tensor, load: Tensor) -> Routed:
+    def _routed(self, logits: Tensor, choice: Tensor, chosen: Tensor, load: Tensor) -> Routed:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scores = logits.softmax(-1)
         top_k = self.config.moe_router_topk
         with torch.no_grad():
             live = torch.zeros_like(choice).scatter_(1, scores.topk(top_k, -1).indices, True)
-            chosen = choice.nonzero()[:, 1].view(-1, top_k)
             entropy = torch.special.entr(scores).sum()
         return Routed(
             balance=(scores @ load.to(scores)).sum(),

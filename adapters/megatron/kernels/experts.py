@@ -2,7 +2,7 @@
 
 Every token has K rows. Going there is a gather, coming back a sum of K gathered rows; each is the other's gradient, so
 nothing is added atomically. The reference are Megatron's dispatchers. Legend: T tokens, K rows of each, N = T K rows in
-expert order, E experts, H width.
+expert order, H width.
 """
 
 from __future__ import annotations
@@ -20,26 +20,19 @@ from adapters.megatron.elementwise import take_rows
 class Places(NamedTuple):
     """Which row is whose."""
 
-    experts: Tensor
-    """[T, K] int64 the experts of each token, ascending."""
     choices: Tensor
-    """[N] int64 the entry of `experts`, flattened, that each row stands for: by expert, then by token."""
+    """[N] int64 the entry of the tokens' experts [T, K], flattened, that each row stands for: by expert, then token."""
     rows: Tensor
     """[T, K] int64 the row of each entry."""
     tokens: Tensor
     """[N] int64 the token of each row."""
-    counts: Tensor
-    """[E] int64 rows of each expert."""
 
 
-def places(choice: Tensor, top_k: int) -> Places:
-    """Of [T, E] bool with `top_k` True in every row. Nothing waits for the device."""
-    number = choice.shape[1]
-    names = torch.arange(number, device=choice.device, dtype=torch.int16)
-    experts = torch.where(choice, names, number).sort(-1).values[:, :top_k].long()
+def places(experts: Tensor) -> Places:
+    """Of [T, K] int64, the experts of each token in ascending order."""
+    top_k = experts.shape[1]
     choices = experts.flatten().argsort(stable=True)
-    rows = choices.argsort().view(-1, top_k)
-    return Places(experts, choices, rows, choices // top_k, choice.sum(0))
+    return Places(choices, choices.argsort().view(-1, top_k), choices // top_k)
 
 
 def spread(x: Tensor, to: Places) -> Tensor:
