@@ -17,11 +17,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import performance_tables
+from benchmarks import gpu_tables, performance_tables
 from benchmarks.record import RESULTS
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ("docs/publication.md", "docs/disaggregated.md", "docs/parallelism.md", "docs/performance.md")
+DOCUMENTS = (
+    "docs/publication.md",
+    "docs/disaggregated.md",
+    "docs/parallelism.md",
+    "docs/performance.md",
+    "docs/gpu.md",
+    "docs/memory.md",
+)
 Record = dict[str, Any]
 
 
@@ -135,7 +142,12 @@ def _lost_way(cells: list[Record], phase: str, column: tuple[str, str, str]) -> 
 
 def with_source(make: Callable[[Record], tuple[list[str], list[list[str]]]]) -> Callable[[Record], str]:
     """The table of a header and rows, and below it where the figures come from."""
-    return lambda record: f"{_markdown(*make(record))}\n\n{_source(record)}."
+
+    def table(record: Record) -> str:
+        head, rows = make(record)
+        return f"{_markdown(head, rows) if rows else 'Not in this record.'}\n\n{_source(record)}."
+
+    return table
 
 
 TABLES: dict[str, Callable[[Record], str]] = {
@@ -155,6 +167,21 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "train_replay_cuda": with_source(performance_tables.train_replay),
     "logprob_cuda": with_source(performance_tables.logprob),
     "olmoe_train_cuda": with_source(performance_tables.olmoe_train),
+    "gpu_tests": with_source(gpu_tables.tests),
+    **{
+        f"full_size_{model}.{part}": with_source(make)
+        for model in ("ouro_1_4b", "olmoe_1b_7b")
+        for part, make in {
+            "scores": gpu_tables.scores,
+            "steps": gpu_tables.steps,
+            "verified": gpu_tables.verified,
+            "memory": gpu_tables.device_memory,
+        }.items()
+    },
+    "full_size_ouro_1_4b_one_slot": with_source(gpu_tables.one_slot),
+    "difference_ouro_1_4b": with_source(gpu_tables.causes),
+    "memory_ouro_1_4b": with_source(gpu_tables.trainer_memory),
+    "memory_ouro_1_4b.engine": with_source(gpu_tables.engine_memory),
     "full_size_ouro_1_4b.phases": with_source(performance_tables.update_phases),
     "full_size_olmoe_1b_7b.phases": with_source(performance_tables.update_phases),
 }

@@ -1,0 +1,130 @@
+"""Tables of docs/gpu.md and docs/memory.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Record = dict[str, Any]
+Rows = tuple[list[str], list[list[str]]]
+"""Header and rows of a table."""
+PARTS = ("weights", "gradients", "masters and moments", "kept activations", "widest moment")
+
+
+def tests(record: Record) -> Rows:
+    """What the tests printed, and how many there were."""
+    results = record["results"]
+    count = f"{results['passed']} passed, {results['skipped']} skipped, {results['failed']} failed"
+    return [count], [[line] for line in results["lines"]]
+
+
+def scores(record: Record) -> Rows:
+    """One row an update and depth: the difference that training met, beside the trainer's own error."""
+    rows = []
+    for row in _part(record, "yardstick"):
+        own, met = row["own"], row["trainer_to_engine"]
+        rows.append(
+            [
+                str(row["update"]),
+                row["execution"],
+                "all" if row["depth"] is None else str(row["depth"]),
+                f"{row['count']:,}",
+                *(f"{row[key]['mean']:.4f}" for key in ("trainer_to_engine", "own", "engine_to_fp32")),
+                f"{met['mean'] / own['mean']:.2f}",
+                f"{met['max']:.3f}",
+                f"{own['max']:.3f}",
+                f"{met['max'] / own['max']:.2f}",
+                "yes" if row["within"] else "**no**",
+            ]
+        )
+    head = ["update", "depth asked", "loops", "tokens", "trainer to engine, mean", "trainer to fp32, mean"]
+    head += ["engine to fp32, mean", "ratio (bound 2)", "trainer to engine, max", "trainer to fp32, max"]
+    return [*head, "ratio (bound 3)", "within"], rows
+
+
+def one_slot(record: Record) -> Rows:
+    """What two updates in one go and one with a resumed one have in common."""
+    found = _part(record, "one_slot")
+    if "error" in found:
+        return ["what", "result"], [["failed", _cell(found["error"])]]
+    return ["what", "result"], [[name.replace("_", " "), str(value)] for name, value in found.items()]
+
+
+def steps(record: Record) -> Rows:
+    """Seconds of each step, and what failed."""
+    results = record["results"]
+    failed = results.get("failed", [])
+    seconds = results.get("seconds", {})
+    return ["step", "seconds", ""], [
+        [name, f"{value:.0f}", "**failed**" if name in failed else ""] for name, value in seconds.items()
+    ]
+
+
+def verified(record: Record) -> Rows:
+    """The lines of `tether convert verify`."""
+    found = _part(record, "verify")
+    if isinstance(found, dict):
+        return ["check", "", ""], [["failed", "", _cell(found["error"])]] if found else []
+    return ["check", "", ""], [line.split(None, 2) for line in found]
+
+
+def device_memory(record: Record) -> Rows:
+    """What a run really took of its first device."""
+    return ["bytes", "GB"], [
+        [name.removesuffix("_bytes").replace("_", " "), f"{size / 1e9:.1f}"]
+        for name, size in _part(record, "memory").items()
+    ]
+
+
+def causes(record: Record) -> Rows:
+    """One row a variant of the trainer: how far it is from the trainer as it is, from the engine, and from fp32."""
+    rows = []
+    for row in record["results"]["rows"]:
+        keys = ("to_trainer", "to_engine", "to_fp32")
+        policies = [policy for policy in row["to_engine"] if policy != "all"]
+        rows.append(
+            [
+                row["name"],
+                *(f"{row[key]['all']['mean']:.4f}" for key in keys),
+                f"{row['to_engine']['all']['max']:.3f}",
+                *(f"{row['to_engine'][policy]['mean']:.4f}" for policy in policies),
+            ]
+        )
+    head = ["what is changed", "to the trainer as it is, mean", "to the engine, mean", "to fp32, mean"]
+    return [*head, "to the engine, max", *(f"{policy}, to the engine" for policy in policies)], rows
+
+
+def trainer_memory(record: Record) -> Rows:
+    """One row a setting: the estimate's parts and their sum, beside the measured peak."""
+    rows = []
+    for row in record["results"]["trainer"]:
+        estimate, peak = row["estimate"], row["peak_bytes"]
+        rows.append(
+            [
+                "yes" if row["recompute"] else "no",
+                f"{row['tokens_per_microbatch']:,}",
+                *(f"{estimate[part] / 1e9:.2f}" for part in PARTS),
+                f"{sum(estimate.values()) / 1e9:.2f}",
+                f"{peak / 1e9:.2f}" if peak else "",
+                f"{row['ratio']:.2f}" if row["ratio"] else "",
+            ]
+        )
+    return ["recompute", "tokens", *PARTS, "estimate, GB", "measured, GB", "ratio"], rows
+
+
+def engine_memory(record: Record) -> Rows:
+    """The estimate's parts beside what the device had less of."""
+    row = record["results"]["engine"]
+    estimate = row["estimate"]
+    head = [*estimate, "estimate, GB", "measured, GB", "ratio"]
+    sizes = [*estimate.values(), sum(estimate.values()), row["busy_bytes"]]
+    return head, [[*(f"{size / 1e9:.2f}" for size in sizes), f"{row['ratio']:.2f}" if row["ratio"] else ""]]
+
+
+def _part(record: Record, name: str) -> Any:
+    """A part of the results; empty where a record has none, as those before it was measured."""
+    found = record["results"].get(name, {})
+    return {} if name == "yardstick" and "error" in found else found
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "/").replace("\n", " ")[-1000:]
