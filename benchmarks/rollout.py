@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -40,16 +41,16 @@ Case = tuple[str, int, int]
 CASES: dict[str, list[Case]] = {
     "graphs": [
         *((policy, 256, RESPONSE) for policy in ("fixed:4", "fixed:3", "fixed:2", EARLY)),
-        *((policy, batch, RESPONSE) for batch in (128, 32, 8, 1) for policy in ("fixed:4", "fixed:2", EARLY)),
+        *((policy, batch, RESPONSE) for batch in (128, 32, 8, 1) for policy in ("fixed:4", EARLY)),
     ],
     "eager": [
-        *((policy, 256, 64) for policy in ("fixed:4", "fixed:2", EARLY)),
-        ("fixed:4", 32, 64),
+        *((policy, 256, 32) for policy in ("fixed:4", "fixed:2", EARLY)),
         ("fixed:4", 1, 32),
     ],
-    "synchronous": [("fixed:4", 256, 128), (EARLY, 256, 128), ("fixed:4", 1, 128)],
+    "synchronous": [("fixed:4", 256, 128), ("fixed:4", 1, 128)],
     "peer": [("full", batch, RESPONSE) for batch in (256, 128, 32, 8, 1)],
 }
+PROFILE = "profile"
 PROFILED: list[Case] = [("fixed:4", 256, RESPONSE), (EARLY, 256, RESPONSE), ("fixed:4", 1, RESPONSE)]
 TINY_CASES: dict[str, list[Case]] = {
     "graphs": [("fixed:4", 8, 8), (EARLY, 8, 8)],
@@ -63,48 +64,66 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tiny", action="store_true", help="a small model, a few tokens, no record: does it run?")
     parser.add_argument("--commit", help="of a working tree without git, as on a lent machine")
-    parser.add_argument("--engines", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--engines", nargs="+", choices=[*CASES, PROFILE], default=[*CASES, PROFILE])
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--child", nargs=3, metavar=("ENGINE", "MODEL", "ANSWER"), help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.child:
         engine, model, answer = arguments.child
-        if engine == "profile":
+        found: dict[str, Any]
+        if engine == PROFILE:
             found = profile(Path(model), [(p, 4, 64) for p, *_ in PROFILED] if arguments.tiny else PROFILED)
         else:
             cases = (TINY_CASES if arguments.tiny else CASES)[engine]
             found = timed(engine, Path(model), cases, arguments.repeats)
         Path(answer).write_text(json.dumps(found))
         return 0
-    if not (arguments.commit or arguments.tiny):
-        record.commit()
-    rows, starts, profiled = [], {}, []
+    commit = None if arguments.tiny else arguments.commit or record.commit()
+    results: dict[str, Any] = {"machine": limits.measure(), "rows": [], "profiled_steps": [], "start_seconds": {}}
+    failed = []
     with tempfile.TemporaryDirectory() as name:
         model = write_model(Path(name) / "model", "tiny-ouro" if arguments.tiny else "ouro-1.4b")
-        for engine in [*arguments.engines, "profile"]:
-            answer = Path(name) / f"{engine}.json"
-            command = [sys.executable, "-m", "benchmarks.rollout", *(["--tiny"] if arguments.tiny else [])]
-            command += ["--repeats", str(arguments.repeats), "--child", engine, str(model), str(answer)]
-            cuda = torch.cuda.device_count() > 0
-            subprocess.run(command, check=True, env=environment(dict(os.environ), cuda=cuda))
-            got = json.loads(answer.read_text())
-            if engine == "profile":
-                profiled = got
-                continue
-            starts[engine], shape = got["start_seconds"], got["shape"]
-            rows += got["rows"]
-    machine = limits.measure()
-    for row in rows:
-        row["limit_tokens_per_second"] = limit(row, shape, machine)
-        best = max(row["tokens_per_second"]) if arguments.tiny else record.spread(row["tokens_per_second"])["median"]
-        print(f"{row['engine']:7s} {row['policy']:14s} {row['requests']:4d} x {row['response']}: {best:9.1f} tokens/s")
-    results = {"rows": rows, "profiled_steps": profiled, "start_seconds": starts, "machine": machine}
-    if not arguments.tiny:
-        settings = {"prompt": PROMPT, "repeats": arguments.repeats, "warm_up": "one run of each case, dropped"}
-        command_line = "python -m benchmarks.rollout"
-        print(record.write("rollout_cuda", command=command_line, settings=settings, results=results,
-                           commit_id=arguments.commit))  # fmt: skip
-    return 0
+        for engine in arguments.engines:
+            try:
+                add(results, engine, run_child(engine, model, arguments), model)
+            except subprocess.CalledProcessError as error:
+                failed.append(f"{engine}: status {error.returncode}")
+            if commit:  # after every engine: what was measured stays if a later one fails
+                record.write(
+                    "rollout_cuda",
+                    command=f"python -m benchmarks.rollout --engines {' '.join(arguments.engines)}",
+                    settings={"prompt": PROMPT, "repeats": arguments.repeats, "warm_up": "a short run of each case"},
+                    results={**results, "failed": failed},
+                    commit_id=commit,
+                )
+    print(f"failed: {failed or 'none'}")
+    return int(bool(failed))
+
+
+def add(results: dict[str, Any], engine: str, got: dict[str, Any], model: Path) -> None:
+    """Puts what one engine measured into the results, each figure beside its limit."""
+    if engine == PROFILE:
+        results["profiled_steps"] = got["steps"]
+        return
+    results["start_seconds"][engine] = got["start_seconds"]
+    shape = json.loads((model / "config.json").read_text())
+    for row in got["rows"]:
+        row["limit_tokens_per_second"] = limit(row, shape, results["machine"])
+        results["rows"].append(row)
+        speed = statistics.median(row["tokens_per_second"])
+        case = f"{row['policy']:14s} {row['requests']:4d} x {row['response']}"
+        print(f"{engine:11s} {case}: {speed:9.1f} tokens/s", flush=True)
+
+
+def run_child(engine: str, model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """One engine in a process of its own, which its processes end with."""
+    answer = model.with_name(f"{engine}.json")
+    command = [sys.executable, "-m", "benchmarks.rollout", *(["--tiny"] if arguments.tiny else [])]
+    command += ["--repeats", str(arguments.repeats), "--child", engine, str(model), str(answer)]
+    cuda = torch.cuda.device_count() > 0
+    subprocess.run(command, check=True, env=environment(dict(os.environ), cuda=cuda))
+    found: dict[str, Any] = json.loads(answer.read_text())
+    return found
 
 
 def timed(engine: str, model: Path, cases: list[Case], repeats: int) -> dict[str, Any]:
@@ -127,7 +146,7 @@ def timed(engine: str, model: Path, cases: list[Case], repeats: int) -> dict[str
             )
     finally:
         close()
-    return {"rows": rows, "start_seconds": seconds, "shape": json.loads((model / "config.json").read_text())}
+    return {"rows": rows, "start_seconds": seconds}
 
 
 Run = Callable[[str, int, int, int], float]
@@ -223,11 +242,11 @@ def start_peer(model: Path, engine: str, most: int) -> tuple[Run, Callable[[], N
     return run, vllm.engine_core.shutdown
 
 
-def profile(model: Path, cases: list[Case]) -> list[dict[str, Any]]:
+def profile(model: Path, cases: list[Case]) -> dict[str, Any]:
     """Decode steps of an engine in this process, once timed by the clock and once under the profiler."""
     from adapters.vllm_engine.process.core import Core
 
-    core, version = Core(settings_of(model, "profile", max(case[1] for case in cases))), Version(0, 0)
+    core, version = Core(settings_of(model, PROFILE, max(case[1] for case in cases))), Version(0, 0)
     found = []
     for policy, count, response in cases:
         for request in requests_of(model, policy, count, response, 0):
@@ -239,7 +258,7 @@ def profile(model: Path, cases: list[Case]) -> list[dict[str, Any]]:
         found.append({"policy": policy, "requests": count, "steps": STEPS, "ms_per_step": step_ms, **kernels})
         core.abort_all(version)
     core.close()
-    return found
+    return {"steps": found}
 
 
 STEPS = 4

@@ -5,21 +5,32 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.contracts.engine.conftest import make_requests, run, start_engine
+from adapters.vllm_engine.disaggregated.engine import DisaggregatedEngine
+from tests.contracts.engine.conftest import make_requests, run, settings_for, start_engine
 from tests.tiny import write_ouro
 
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.parametrize("cards", [1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_one_card_shared_by_both_workers(tmp_path: Path, dtype: str) -> None:
+def test_tokens_are_the_local_engines(tmp_path: Path, dtype: str, cards: int) -> None:
     """fp32: the same tokens and traces, log-probs within 2e-6, because the batches differ. bf16 is only reported."""
+    if torch.cuda.device_count() < cards:
+        pytest.skip(f"{torch.cuda.device_count()} of {cards} devices")
     model = write_ouro(tmp_path / "model")
     ours, theirs = [], []
-    for kind, into in (("local", theirs), ("1P1D", ours)):
-        with start_engine(kind, model, tmp_path, dtype=dtype) as engine:
-            into += run(engine, make_requests("cuda"))
+    with start_engine("local", model, tmp_path, dtype=dtype) as engine:
+        theirs += run(engine, make_requests("cuda"))
+    workers = {
+        role: [settings_for(model, tmp_path / f"{role}.log", dtype=dtype, devices=(device,))]
+        for role, device in (("prefill", 0), ("decode", cards - 1))
+    }
+    with DisaggregatedEngine(**workers) as joint:
+        print(f"{cards} cards: transports {joint.transports}")
+        ours += run(joint, make_requests("cuda"))
     assert min(r.kv_bytes for r in ours) > 0
     pairs = [(a, b) for r, s in zip(ours, theirs, strict=True) for a, b in zip(r.logprobs, s.logprobs, strict=False)]
     same = sum(r.token_ids == s.token_ids for r, s in zip(ours, theirs, strict=True))
