@@ -23,13 +23,19 @@ CUDA = (
     ["train_replay", "--profile"],
     ["logprob", "--profile"],
     ["olmoe_train", "--profile"],
+    ["memory"],
+    ["difference"],
+    ["full_size", "--model", "ouro-1.4b"],
+    ["full_size", "--model", "ouro-1.4b", "--part", "one-slot"],
 )
+TWO_DEVICES = (["full_size", "--model", "olmoe-1b-7b"],)
 
 
 def main() -> int:
     """Exit status 1 if one failed; the others have run."""
     failed = []
-    for module, *arguments in CUDA if torch.cuda.is_available() else CPU:
+    several = TWO_DEVICES if torch.cuda.device_count() > 1 else ()
+    for module, *arguments in (*CUDA, *several) if torch.cuda.is_available() else CPU:
         command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
         print(" ".join(command[1:]), flush=True)
         if subprocess.run(command, check=False).returncode:

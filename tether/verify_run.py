@@ -132,13 +132,16 @@ def _greedy(directory: Path, model: Any) -> Check:
 
 def _logprobs(weights: Weights, model: Any, config: Any, truth: Mapping[str, Any]) -> Check:
     """Log-probs of fixed random tokens by transformers and by the trainer, at the directory's depth and whole."""
+    from adapters.megatron.runtime import device
+
     tokens = _tokens(config.vocab_size)
     problems, seen = [], []
     with _trainer_model(weights, truth) as trainer, torch.no_grad():
         for options in ({}, {"depth": "full"}):
             output = model(tokens[None], **options)
             loops = getattr(output, "exit_depths", None)
-            logits = trainer(tokens, torch.tensor([0, len(tokens)]), None if loops is None else loops[0])
+            trace = None if loops is None else loops[0]
+            logits = trainer(tokens.to(device()), torch.tensor([0, len(tokens)]), trace).cpu()
             mine, theirs = (
                 x.log_softmax(-1).gather(1, tokens.roll(-1)[:, None])[:, 0] for x in (output.logits[0], logits)
             )
