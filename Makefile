@@ -27,7 +27,8 @@ test-all:             ## with the long matrices, which write benchmarks/results;
 	$(PYTHON) -m benchmarks.export_memory
 
 test-gpu:             ## on a machine with CUDA
-	scripts/test.sh -m gpu tests/gpu
+	$(PYTHON) -m tests.gpu.record
+	$(PYTHON) -m tests.contracts.engine.fault_matrix --processes 4
 
 bench:                ## one JSON per benchmark under benchmarks/
 	$(PYTHON) -m benchmarks

@@ -1,0 +1,73 @@
+"""Runs what must hold on CUDA and records it: tests/gpu, and the engine contract's suite for the local engine.
+
+    python -m tests.gpu.record [--workers 6] [--commit ID] [pytest arguments]
+
+Writes benchmarks/results/gpu_tests.json, after every test anew: outcome, seconds, what the test printed (the measured
+figures), and the end of its error. Exits as pytest does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import record
+
+FOLDER = Path(__file__).parent
+CONTRACT = [
+    str(FOLDER.parent / "contracts" / "engine" / f"test_{name}.py")
+    for name in ("generate", "score", "publish", "turns", "leaks")
+]
+TESTS = [str(FOLDER), *CONTRACT]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--workers", type=int, default=6, help="test files at a time; they share the devices")
+    parser.add_argument("--commit", help="of a working tree without git, as on a lent machine")
+    arguments, others = parser.parse_known_args(argv)
+    commit = arguments.commit or record.commit()
+    options = ["-q", "-n", str(arguments.workers), "--dist", "loadfile", "--no-loadscope-reorder", "--tb=short"]
+    options += ["-m", "not slow", "-p", "no:cacheprovider", *others]
+    return int(pytest.main([*TESTS, *options], plugins=[Recorder(commit)]))
+
+
+class Recorder:
+    """A plugin of pytest: every report goes into the JSON at once, so that a run cut short has said what it saw."""
+
+    def __init__(self, commit: str) -> None:
+        self._commit = commit
+        self.tests: dict[str, dict[str, Any]] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when != "call" and report.outcome == "passed":
+            return
+        name = report.nodeid.removeprefix("tests/")
+        entry: dict[str, Any] = {"outcome": report.outcome, "seconds": round(report.duration, 1)}
+        if printed := [line for line in report.capstdout.splitlines() if line.strip()]:
+            entry["printed"] = [line[:300] for line in printed[:20]]
+        if report.failed:
+            entry |= {"when": report.when, "error": report.longreprtext[-1500:]}
+        if report.skipped and isinstance(report.longrepr, tuple):
+            entry["why"] = report.longrepr[2]
+        self.tests[name] = entry
+        outcomes = [test["outcome"] for test in self.tests.values()]
+        record.write(
+            "gpu_tests",
+            command="python -m tests.gpu.record",
+            settings={"models": "tiny Ouro and OLMoE, std 0.02", "TRITON_F32_DEFAULT": "ieee"},
+            results={
+                **{outcome: outcomes.count(outcome) for outcome in ("passed", "failed", "skipped")},
+                "tests": self.tests,
+            },
+            commit_id=self._commit,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
