@@ -18,6 +18,8 @@ TIMES = ("_seconds", "_per_second", "_mfu", "_bytes")
 """What a metric ends with that a repetition does not repeat."""
 MAX_FACTOR, MEAN_FACTOR = 3, 2
 """How often its own bf16 error the trainer may be apart from the engine."""
+FEWEST_TOKENS = 64
+"""Of a depth, for a verdict: the largest of a few errors says little."""
 
 
 class Steps:
@@ -137,7 +139,8 @@ def yardstick(steps: Steps, out: Path, metrics: Sequence[dict[str, Any]]) -> lis
         ending = "" if row["depth"] is None else f"_depth_{row['depth']}"
         met = {name: line[f"logprob_diff_{name}{ending}"] for name in ("mean", "max")}
         within = met["max"] <= MAX_FACTOR * row["own"]["max"] and met["mean"] <= MEAN_FACTOR * row["own"]["mean"]
-        rows.append({**row, "execution": line["execution"], "trainer_to_engine": met, "within": within})
+        judged = within if row["count"] >= FEWEST_TOKENS else None
+        rows.append({**row, "execution": line["execution"], "trainer_to_engine": met, "within": judged})
     return rows
 
 

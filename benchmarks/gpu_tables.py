@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 Record = dict[str, Any]
@@ -33,7 +34,7 @@ def scores(record: Record) -> Rows:
                 f"{met['max']:.3f}",
                 f"{own['max']:.3f}",
                 f"{met['max'] / own['max']:.2f}",
-                "yes" if row["within"] else "**no**",
+                {True: "yes", False: "**no**", None: "too few"}[row["within"]],
             ]
         )
     head = ["update", "depth asked", "loops", "tokens", "trainer to engine, mean", "trainer to fp32, mean"]
@@ -64,7 +65,7 @@ def verified(record: Record) -> Rows:
     found = _part(record, "verify")
     if isinstance(found, dict):
         return ["check", "", ""], [["failed", "", _cell(found["error"])]] if found else []
-    return ["check", "", ""], [line.split(None, 2) for line in found]
+    return ["check", "", ""], [re.split(r"\s{2,}", line, maxsplit=2) for line in found]
 
 
 def device_memory(record: Record) -> Rows:
