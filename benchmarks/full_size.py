@@ -39,8 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="over the plan's settings")
     parser.add_argument("--no-record", action="store_true", help="print only; the working tree may differ from HEAD")
     arguments = parser.parse_args(argv)
-    if not (arguments.no_record or arguments.commit):
-        record.commit()
+    # Once: the first record that is written changes the working tree.
+    commit = "" if arguments.no_record else arguments.commit or record.commit()
     plan = PLANS[arguments.model]
     suffix = "_one_slot" if arguments.part == "one-slot" else ""
     name = arguments.name or f"full_size_{arguments.model.replace('-', '_').replace('.', '_')}{suffix}"
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     "model": SHAPES[arguments.model],
                 },
                 results=results,
-                commit_id=arguments.commit,
+                commit_id=commit,
             )
 
         steps = Steps(plan, Path(folder), more=arguments.set, limit_seconds=arguments.limit_seconds, write=write)
