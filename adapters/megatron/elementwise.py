@@ -37,6 +37,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (wide * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)
 
 
+def rotated_heads(
+    joined: Tensor, cos: Tensor, sin: Tensor, *, num_heads: int, num_kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys, turned, and values, [N, heads, D] each, of all three side by side."""
+    if is_fused(joined):
+        from adapters.megatron.kernels import rotation
+
+        return rotation.rotated_heads(joined, cos, sin, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    heads = [num_heads, num_kv_heads, num_kv_heads]
+    q, k, v = joined.unflatten(1, (sum(heads), -1)).split(heads, 1)
+    return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+
 def gated(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up of [N, W] each."""
     if is_fused(gate):

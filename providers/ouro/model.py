@@ -22,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from adapters.megatron.attention import Attention as AttentionKernel
 from adapters.megatron.attention import AttentionView, ReplayLayout, choose_attention, replay_layout
-from adapters.megatron.elementwise import gated, rotate
+from adapters.megatron.elementwise import gated, gated_halves, rotate, rotated_heads
+from adapters.megatron.joined import can_join, joined
 from adapters.megatron.parallel import (
     Column,
     Embedding,
@@ -99,8 +100,7 @@ class Attention(Part):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Active rows, the keys and values of rows that left, -> output, and the active rows' keys and values."""
         x = self.enter(x)[: view.num_queries]
-        q, k, v = (part(x).unflatten(-1, (-1, self.head_dim)) for part in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = rotate(q, *rotary), rotate(k, *rotary)
+        q, k, v = self._heads(x, rotary)
         keys, values = k, v
         if view.num_key_rows > view.num_queries:
             keys, values = torch.cat([k, left[0]]), torch.cat([v, left[1]])
@@ -108,6 +108,15 @@ class Attention(Part):
         if self.config.sequence_parallel:
             out = pad_rows(out, self.config.tensor_model_parallel_size)
         return self.o_proj(out), k, v
+
+    def _heads(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys (both rotated) and values of the rows, by head."""
+        parts = (self.q_proj, self.k_proj, self.v_proj)
+        if can_join(x, parts):
+            heads, keys = (len(part.weight) // self.head_dim for part in parts[:2])
+            return rotated_heads(joined(x, parts), *rotary, num_heads=heads, num_kv_heads=keys)
+        q, k, v = (part(x).unflatten(-1, (-1, self.head_dim)) for part in parts)
+        return rotate(q, *rotary), rotate(k, *rotary), v
 
 
 class MLP(Part):
@@ -121,7 +130,9 @@ class MLP(Part):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.enter(x)
-        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))
+        parts = (self.gate_proj, self.up_proj)
+        wide = gated_halves(joined(x, parts)) if can_join(x, parts) else gated(*(part(x) for part in parts))
+        return self.down_proj(wide)
 
 
 class Layer(Part):
