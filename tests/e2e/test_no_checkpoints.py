@@ -17,9 +17,10 @@ def test_export_from_memory_equals_that_of_a_checkpoint(tmp_path: Path) -> None:
     """The same update with and without checkpoints leaves the same metrics and bitwise the same export."""
     runs = {every: tmp_path / f"every{every}" for every in (0, 1)}
     for every, out in runs.items():
-        settings = ("--set", "depth=fixed:2", "--set", f"save_every={every}")
+        settings = ("--set", "depth=fixed:2", "--set", f"save_every={every}", "--set", "save_start=false")
         finish(start(out, "--updates", "1", settings=settings), out)
     assert not list((runs[0] / "checkpoints").iterdir())
+    assert [path.name for path in (runs[1] / "checkpoints").glob("iter_*")] == ["iter_0000001"]
     assert without_times(runs[0]) == without_times(runs[1])
     without, saved = (open_weights(out / "hf") for out in runs.values())
     assert without.source.config == saved.source.config

@@ -18,6 +18,8 @@ from adapters.megatron import checkpoint_files as files
 from providers.ouro import remote_code
 from tests.tiny import write_ouro
 from tether.convert import main as convert
+from tether.exporting import export_weights
+from tether.stored import open_weights, passing_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # on purpose
 WEIGHTS = "model.safetensors"
@@ -281,3 +283,19 @@ def test_two_thetas_that_disagree(tiny_ouro: Path, tmp_path: Path, capsys: pytes
     edit(other / "config.json", rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
     assert verify(other) == 1
     assert "rope_theta: got 1000000.0, and 10000.0 in rope_parameters" in capsys.readouterr().out
+
+
+def test_weights_that_pass_by_are_exported_as_stored_ones(tiny_ouro: Path, tmp_path: Path) -> None:
+    """Tensors that come once and in order leave the directory that they came from; another order is refused."""
+    source = HFDirectory(tiny_ouro)
+    options = {"where": tmp_path, "source": source, "depth": "fixed:2", "dtype": "float32"}
+    names = list(open_weights(tiny_ouro).expected())
+    passing = passing_weights(((name, source.read_copy(name)) for name in names), **options)
+    report = export_weights(passing, tmp_path / "hf")
+    assert "fixed:2" in report.depth
+    stored = open_weights(tmp_path / "hf")
+    assert all(torch.equal(tensor, source.read(name)) for name, tensor in stored.read(names))
+
+    shuffled = passing_weights(((name, source.read_copy(name)) for name in names[::-1]), **options)
+    with pytest.raises(RuntimeError, match=f"got tensor '{names[-1]}', expected '{names[0]}'"):
+        export_weights(shuffled, tmp_path / "other")
