@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import providers.ouro.model as ouro
+from adapters.megatron import elementwise, joined, logprobs, parallel
 from adapters.megatron.attention import sdpa_attention
-from adapters.megatron.parallel import Column, RMSNorm, Row
 
 Variant = Callable[[Any], contextlib.AbstractContextManager[None]]
 
@@ -81,30 +81,29 @@ def rows_at_a_time(rows: int) -> Variant:
         def product(self: Any, x: Tensor) -> Tensor:
             return torch.cat([F.linear(part, self.weight) for part in x.split(rows)])
 
-        with replaced(Column, "forward", product), replaced(Row, "forward", product):
+        with (
+            replaced(ouro, "can_join", lambda x, parts: False),
+            replaced(parallel.Column, "forward", product),
+            replaced(parallel.Row, "forward", product),
+        ):
             yield
 
     return variant
 
 
 @contextlib.contextmanager
-def fused_products(model: Any) -> Iterator[None]:
-    """One product for queries, keys and values, and one for gate and up, as the engine has them."""
+def separate_products(model: Any) -> Iterator[None]:
+    """A product for each projection, where the trainer and the engine have one for queries, keys and values."""
+    with replaced(ouro, "can_join", lambda x, parts: False):
+        yield
 
-    def attention(self: Any, x: Tensor, left: Any, rotary: Any, view: Any) -> tuple[Tensor, Tensor, Tensor]:
-        parts = (self.q_proj, self.k_proj, self.v_proj)
-        fused = F.linear(x[: view.num_queries], torch.cat([part.weight for part in parts]))
-        split = fused.split([part.weight.shape[0] for part in parts], -1)
-        q, k, v = (each.unflatten(-1, (-1, self.head_dim)) for each in split)
-        q, k = ouro.rotate(q, *rotary), ouro.rotate(k, *rotary)
-        keys, values = torch.cat([k, left[0]]), torch.cat([v, left[1]])
-        return self.o_proj(self.kernel(q, keys, values, view)), k, v
 
-    def mlp(self: Any, x: Tensor) -> Tensor:
-        gate, up = F.linear(x, torch.cat([self.gate_proj.weight, self.up_proj.weight])).chunk(2, -1)
-        return self.down_proj(F.silu(gate) * up)
-
-    with replaced(ouro.Attention, "forward", attention), replaced(ouro.MLP, "forward", mlp):
+@contextlib.contextmanager
+def torch_operations(model: Any) -> Iterator[None]:
+    """Norms, rotation, gates and log-probs in torch's own operations instead of one kernel each."""
+    with contextlib.ExitStack() as stack:
+        for module in (elementwise, joined, logprobs, parallel):
+            stack.enter_context(replaced(module, "is_fused", lambda x: False))
         yield
 
 
@@ -117,7 +116,7 @@ def norm_rounded_once(model: Any) -> Iterator[None]:
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return (wide * self.weight.float()).to(x.dtype)
 
-    with replaced(RMSNorm, "forward", forward):
+    with replaced(parallel.RMSNorm, "forward", forward):
         yield
 
 
@@ -135,18 +134,6 @@ def rotary_table_in_bf16(model: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def rotary_table_in_fp32(model: Any) -> Iterator[None]:
-    """Cosines and sines in fp32."""
-    original = ouro.rotary_embedding
-
-    def wide(*arguments: Any, dtype: torch.dtype, **options: Any) -> tuple[Tensor, Tensor]:
-        return original(*arguments, dtype=torch.float32, **options)
-
-    with replaced(ouro, "rotary_embedding", wide):
-        yield
-
-
-@contextlib.contextmanager
 def rotary_in_bf16(model: Any) -> Iterator[None]:
     """The same table, and the rotation in bf16: each product rounded, and their sum."""
 
@@ -156,7 +143,7 @@ def rotary_in_bf16(model: Any) -> Iterator[None]:
         cos, sin = cos[..., :half].to(x.dtype), sin[..., :half].to(x.dtype)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
-    with replaced(ouro, "rotate", rotate):
+    with torch_operations(model), replaced(ouro, "rotate", rotate):
         yield
 
 
@@ -167,7 +154,7 @@ def head_in_fp32(model: Any) -> Iterator[None]:
     def forward(x: Tensor) -> Tensor:
         return F.linear(x.float(), model.lm_head.weight.float())
 
-    with replaced(model.lm_head, "forward", forward):
+    with replaced(logprobs, "is_fused", lambda x: False), replaced(model.lm_head, "forward", forward):
         yield
 
 
