@@ -104,6 +104,7 @@ def measure(model: Path, device: str, staging: Staging, repeats: int) -> dict[st
         log_path=model / "log",
         max_model_len=128,
         dtype=DTYPES[device],
+        max_num_seqs=8,  # few CUDA graphs to capture
         kv_cache_bytes=256 << 20,
         staging=staging,
     )
