@@ -18,8 +18,9 @@ from tether.settings import Settings
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CHUNK_ROWS = 2048
 """Rows of logits alive at once (`logprob_chunk_rows` of a provider's build)."""
-LOGIT_BYTES, ENTROPY_BYTES = 8, 24
-"""Of one logit in the chunk whose log-probs are computed, without and with its entropy: counted from the operations."""
+LOGIT_BYTES, ENTROPY_BYTES, FUSED_LOGIT_BYTES = 8, 24, 2
+"""Of one logit in the chunk whose log-probs are computed, without and with its entropy: counted from the operations.
+The fused kernel reads the logits as they are and overwrites them with their gradients."""
 CONTEXT_BYTES = 600 << 20
 """A CUDA context with cuBLAS workspaces, of each process."""
 STEP_TOKENS = 2048
@@ -44,6 +45,11 @@ class Shape:
     @property
     def element(self) -> int:
         return BYTES[self.settings.dtype]
+
+    @property
+    def fused(self) -> bool:
+        """Whether the trainer's fused kernels run: half precision is taken to be trained on CUDA."""
+        return self.element == 2
 
 
 def trainer(shape: Shape) -> dict[str, int]:
@@ -75,14 +81,15 @@ def activations(shape: Shape) -> int:
     c, s = shape.config, shape.settings
     state = c.hidden_size * shape.element
     each = state // _between(shape) if s.recompute else _layer(shape)
-    ends = c.layer_passes * c.hidden_size * (4 + 2 * shape.element) + 4 * state  # norms of the passes, in and out
+    norm = 2 * shape.element if shape.fused else 4 + 2 * shape.element
+    ends = c.layer_passes * c.hidden_size * norm + 4 * state  # norms of the passes, in and out
     return s.tokens_per_microbatch * (c.num_layers * c.layer_passes * each + ends)
 
 
 def backward(shape: Shape) -> int:
     """What its backward pass needs beside that; with recompute also one layer's activations."""
     s = shape.settings
-    beside = shape.config.backward_bytes(recompute=s.recompute) * shape.element // 2
+    beside = shape.config.backward_bytes(recompute=s.recompute, fused=shape.fused) * shape.element // 2
     return s.tokens_per_microbatch * (beside + (_layer(shape) if s.recompute else 0))
 
 
@@ -90,14 +97,14 @@ def logprobs(shape: Shape) -> int:
     """The logits of one chunk, and the gradient of the head's weight."""
     c: Any = shape.config
     s = shape.settings
-    each = ENTROPY_BYTES if s.entropy_bonus else LOGIT_BYTES
+    each = FUSED_LOGIT_BYTES if shape.fused else ENTROPY_BYTES if s.entropy_bonus else LOGIT_BYTES
     rows = min(CHUNK_ROWS, s.tokens_per_microbatch)
     return c.vocab_size // s.tensor_parallel * (rows * each + c.hidden_size * shape.element)
 
 
 def _layer(shape: Shape) -> int:
     """What one run of one layer keeps of a token."""
-    whole, cut = shape.config.kept_bytes(shape.element)
+    whole, cut = shape.config.kept_bytes(shape.element, fused=shape.fused)
     return whole // _between(shape) + cut // shape.settings.tensor_parallel
 
 

@@ -68,24 +68,31 @@ class OlmoeConfig:
         """Inner width of the feed-forward parts that a token runs."""
         return self.top_k * self.intermediate_size
 
-    def kept_bytes(self, element: int) -> tuple[int, int]:
+    def kept_bytes(self, element: int, *, fused: bool) -> tuple[int, int]:
         """What one layer keeps of a token for its backward pass: (between projections and in experts, in attention).
 
-        Tensor parallelism divides the second part, sequence parallelism the first. A norm keeps its input in fp32 and
-        its output before the weight; before a projection also the output. Attention keeps queries, keys, values, its
-        output and a copy of it; the router 22 bytes for each expert; the experts, for each that the token uses, its
-        input, gate and up, silu, their product, its output before the probability, and where it goes.
-        """
-        norms = 2 * (4 + 2 * element) * self.hidden_size + 4 * 4
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        router = 22 * self.num_experts
-        experts = self.top_k * (element * (2 * self.hidden_size + 4 * self.intermediate_size) + 36)
-        attention = (4 + element) * (queries + keys) + element * (3 * queries + 2 * keys)
-        return norms + router + experts, attention
+        Tensor parallelism divides the second part, sequence parallelism the first. A fused norm keeps its input, one of
+        torch's operations the input in fp32 and the output before the weight; before a projection also the output.
+        Attention keeps queries, keys, values, its output and a copy of it; the router 22 bytes for each expert; the
+        experts, for each that the token uses, its input, gate and up, their product, without a fused gate its silu, the
+        output before the probability, and where it goes.
 
-    def backward_bytes(self, *, recompute: bool) -> int:
+        Args:
+            element: bytes of an activation.
+            fused: norms, rotation and gates are one kernel each, as on CUDA in half precision.
+        """
+        norm = element if fused else 4 + element
+        wide = (3 if fused else 4) * self.intermediate_size
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        experts = self.top_k * (element * (2 * self.hidden_size + wide) + 36)
+        attention = norm * (queries + keys) + element * (3 * queries + 2 * keys)
+        return 2 * (norm + element) * self.hidden_size + 4 * 4 + 22 * self.num_experts + experts, attention
+
+    def backward_bytes(self, *, recompute: bool, fused: bool) -> int:
         """Of a token, what the widest moment of a backward pass in bf16 needs beside what layers keep: gradients of
-        activations. Counted from its operations; with recompute the moment is inside of a layer."""
+        activations, counted from its operations. With recompute the moment is inside of a layer."""
+        if fused:
+            return 6 * self.hidden_size + self.top_k * (4 * self.hidden_size + 6 * self.intermediate_size)
         rows = 12 * self.top_k + 34 if recompute else 14 * self.top_k - 4
         return max(20, rows) * self.hidden_size
 

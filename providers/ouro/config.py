@@ -74,20 +74,29 @@ class OuroConfig:
         """Inner width of the feed-forward part that a token runs."""
         return self.intermediate_size
 
-    def kept_bytes(self, element: int) -> tuple[int, int]:
+    def kept_bytes(self, element: int, *, fused: bool) -> tuple[int, int]:
         """What one run of one layer keeps of a token for its backward pass: (between projections, inside of them).
 
-        Tensor parallelism divides the second part, sequence parallelism the first. A norm keeps its input in fp32 and
-        its output before the weight; before a projection also the output. Then queries, keys, values, attention's
-        output, gate, its silu, up and their product.
-        """
-        norms = 2 * (4 + 2 * element) + 2 * (4 + element)
-        heads = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
-        return norms * self.hidden_size + 4 * 4, element * (heads + 4 * self.intermediate_size)
+        Tensor parallelism divides the second part, sequence parallelism the first. A fused norm keeps its input, one of
+        torch's operations the input in fp32 and the output before the weight; before a projection also the output. Then
+        queries, keys, values and attention's output, gate and up, their product, and without a fused gate its silu. A
+        fused product of queries, keys and values stays whole, because the values are a view of it.
 
-    def backward_bytes(self, *, recompute: bool) -> int:
+        Args:
+            element: bytes of an activation.
+            fused: norms, rotation and gates are one kernel each, as on CUDA in half precision.
+        """
+        heads, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        attention = 2 * (heads + keys) + (heads + keys if fused else 0)
+        norms = 6 * element if fused else 2 * (4 + 2 * element) + 2 * (4 + element)
+        wide = (3 if fused else 4) * self.intermediate_size
+        return norms * self.hidden_size + 4 * 4, element * (attention + wide)
+
+    def backward_bytes(self, *, recompute: bool, fused: bool) -> int:
         """Of a token, what the widest moment of a backward pass in bf16 needs beside what layers keep: gradients of
-        activations. Counted from its operations; with recompute the moment is inside of a layer."""
+        activations, counted from its operations. With recompute the moment is inside of a layer."""
+        if fused:
+            return 6 * (self.hidden_size + self.intermediate_size)
         return (17 if recompute else 20) * self.hidden_size
 
     def parallel_problems(self, asked: Parallelism) -> list[str]:
