@@ -4,18 +4,20 @@
 
 An engine makes rollouts at two, three and four loops and by early exit, and scores them again by their trace. Then the
 training model, without optimizer, scores them as it is, in fp32, and in bf16 with one thing changed at a time
-(`difference_variants`). For each of those: how far it is from the trainer as it is (what the thing does by itself),
-from the engine (what remains when it is made equal), and from fp32. Random weights.
+(`difference_variants`). For each of those: how far it is from the trainer as it is (what the thing does by itself,
+after one layer of one loop and in the scores), from the engine (what remains when it is made equal), and from fp32.
+Random weights.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -138,14 +140,16 @@ def measure(
 
     runtime.initialize(runtime.RuntimeSettings())
     engine = [list(sample.rollout_logprobs) for sample in samples]
-    exact = yardstick.score(yardstick.load(directory, torch.float32), samples, 8192)
+    wide = yardstick.load(directory, torch.float32)
+    with first_layer(wide) as exact_layer:
+        exact = yardstick.score(wide, samples, 8192)
     model = yardstick.load(directory, torch.bfloat16)
     longest = max(sample.num_inputs for sample in samples)
-    scores, seconds, failed = {}, {}, {}
+    scores, layers, seconds, failed = {}, {"fp32": exact_layer}, {}, {}
     for name, (variant, budget) in cases(rows, longest).items():
         begun = time.perf_counter()
         try:
-            with variant(model):
+            with variant(model), first_layer(model) as layers[name]:
                 scores[name] = yardstick.score(model, samples, budget)
         except Exception as error:  # the others still say something
             failed[name] = f"{type(error).__name__}: {error}"[:2000]
@@ -156,7 +160,8 @@ def measure(
 
     def row(name: str, values: list[list[float]]) -> dict[str, Any]:
         against = {"to_trainer": trainer, "to_engine": engine, "to_fp32": exact}
-        return {"name": name, **{key: apart(values, other, policies) for key, other in against.items()}}
+        found = {"name": name, **{key: apart(values, other, policies) for key, other in against.items()}}
+        return {**found, "after_one_layer": relative(layers.get(name), layers["trainer"])}
 
     table = [row(name, values) for name, values in scores.items()]
     table += [row("engine", engine), row("engine, scored again by trace", rescored), row("fp32", exact)]
@@ -187,6 +192,33 @@ def cases(rows: int, longest: int) -> dict[str, tuple[variants.Variant, int]]:
         "rotary: table and rotation in bf16": (v.rotary_in_bf16, 8192),
         "log-softmax: of fp32 logits": (v.head_in_fp32, 8192),
         "rows and rotary table as in the engine": (like_engine, 8192),
+    }
+
+
+@contextlib.contextmanager
+def first_layer(model: Any) -> Iterator[list[torch.Tensor]]:
+    """Gets what the first layer returns when it is called first: the state of a micro-batch after one layer."""
+    kept: list[torch.Tensor] = []
+
+    def keep(_module: Any, _inputs: Any, output: tuple[torch.Tensor, ...]) -> None:
+        if not kept:
+            kept.append(output[0].float())
+
+    hook = next(iter(model.model.layers)).register_forward_hook(keep)
+    try:
+        yield kept
+    finally:
+        hook.remove()
+
+
+def relative(one: list[torch.Tensor] | None, other: list[torch.Tensor]) -> dict[str, float] | None:
+    """Norm of the difference over the norm, and which share of the values differs; None of other micro-batches."""
+    if not one or one[0].shape != other[0].shape:
+        return None
+    difference = one[0] - other[0]
+    return {
+        "relative": float(difference.norm() / other[0].norm()),
+        "differing": float((difference != 0).float().mean()),
     }
 
 

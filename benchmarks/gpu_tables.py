@@ -85,12 +85,19 @@ def causes(record: Record) -> Rows:
         rows.append(
             [
                 row["name"],
+                f"{layer['relative']:.1e}" if (layer := row.get("after_one_layer")) else "",
                 *(f"{row[key]['all']['mean']:.4f}" for key in keys),
                 f"{row['to_engine']['all']['max']:.3f}",
                 *(f"{row['to_engine'][policy]['mean']:.4f}" for policy in policies),
             ]
         )
-    head = ["what is changed", "to the trainer as it is, mean", "to the engine, mean", "to fp32, mean"]
+    head = [
+        "what is changed",
+        "state after one layer",
+        "to the trainer as it is, mean",
+        "to the engine, mean",
+        "to fp32, mean",
+    ]
     return [*head, "to the engine, max", *(f"{policy}, to the engine" for policy in policies)], rows
 
 
