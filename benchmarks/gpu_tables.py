@@ -12,10 +12,31 @@ PARTS = ("weights", "gradients", "masters and moments", "kept activations", "wid
 
 
 def tests(record: Record) -> Rows:
-    """What the tests printed, and how many there were."""
-    results = record["results"]
-    count = f"{results['passed']} passed, {results['skipped']} skipped, {results['failed']} failed"
-    return [count], [[line] for line in results["lines"]]
+    """One row a file, with how its tests ended; below each the tests that failed or were skipped, and why."""
+    files: dict[str, dict[str, Record]] = {}
+    for name, test in record["results"].get("tests", {}).items():
+        file, _, own = name.partition("::")
+        files.setdefault(file, {})[own] = test
+    rows = []
+    for file, of in files.items():
+        outcomes = [test["outcome"] for test in of.values()]
+        counts = [f"{outcomes.count(each)} {each}" for each in ("passed", "failed", "skipped") if each in outcomes]
+        rows.append([f"`{file}`", ", ".join(counts), f"{sum(test['seconds'] for test in of.values()):.0f}"])
+        for own, test in of.items():
+            if test["outcome"] != "passed":
+                rows.append(
+                    [own, f"**{test['outcome']}** {_cell(test.get('why') or test.get('error', ''))[-200:]}", ""]
+                )
+    return ["tests", "outcome", "seconds"], rows
+
+
+def printed(record: Record) -> Rows:
+    """What the tests measured, in their own words."""
+    return ["test", "printed"], [
+        [name.partition("::")[2], "<br>".join(_cell(line) for line in test["printed"])]
+        for name, test in record["results"].get("tests", {}).items()
+        if "printed" in test
+    ]
 
 
 def scores(record: Record) -> Rows:

@@ -168,6 +168,8 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "logprob_cuda": with_source(performance_tables.logprob),
     "olmoe_train_cuda": with_source(performance_tables.olmoe_train),
     "gpu_tests": with_source(gpu_tables.tests),
+    "gpu_tests.printed": with_source(gpu_tables.printed),
+    "fault_matrix_cuda": fault_matrix,
     **{
         f"full_size_{model}.{part}": with_source(make)
         for model in ("ouro_1_4b", "olmoe_1b_7b")
