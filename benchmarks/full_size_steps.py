@@ -94,7 +94,7 @@ class Steps:
             command += ["--set", pair]
         try:
             self.process(*command, "--updates", str(updates), *more)
-        except RuntimeError as error:
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
             logs = sorted((out / "logs").glob("*.log")) if (out / "logs").is_dir() else []
             ends = "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in logs)
             raise RuntimeError(f"{error}\n{ends}") from error

@@ -126,7 +126,8 @@ class Step:
             causal=True,
             positions=self.index(position),
         )
-        return self._builder.build(0, common), cache_slots
+        # Without a plan made on the host: its memory has room for as many rows as there are requests.
+        return self._builder.build(0, common, fast_build=True), cache_slots
 
     def write(self, attention: Any, key: torch.Tensor, value: torch.Tensor, rows: np.ndarray) -> None:
         """Puts keys and values [len(rows), kv_heads * head_dim] of some tokens into a plane, without attention."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -202,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from adapters.vllm_engine.process import main as process
 
     global _worker
-    options = list(arguments or [])
+    options = list(sys.argv[1:] if arguments is None else arguments)
     _worker = Path(json.loads(options[options.index("--settings") + 1])["log_path"]).stem
     fault = due("start")
     if fault == "no plugin":
