@@ -51,8 +51,8 @@ def value_and_gradients(
 @pytest.mark.parametrize("num_kv_heads", [4, 2])
 @pytest.mark.parametrize("kind", DEPTHS)
 def test_varlen_is_as_near_to_fp64_as_sdpa(kind: str, num_kv_heads: int, width: int) -> None:
-    """bf16 values and gradients of every pass: error at most 2 (mean) and 3 times (max) that of SDPA in bf16, the latter
-    give or take the rounding of one value; with a boundary in the wrong place far more."""
+    """bf16 values and gradients of every pass: error at most 2 (mean) and 3 times (max) that of SDPA in bf16, give or
+    take the rounding of one value in the latter; with a boundary in the wrong place far more."""
     generator, total = torch.Generator("cuda").manual_seed(0), sum(LENGTHS)
     for view, dense in zip(views(kind, varlen_attention), views(kind, sdpa_attention), strict=True):
         shapes = (view.num_queries, 4), (total, num_kv_heads), (total, num_kv_heads)
