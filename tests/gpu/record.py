@@ -1,8 +1,8 @@
 """Runs what must hold on CUDA and records it: tests/gpu, and the engine contract's suite for the local engine.
 
-    python -m tests.gpu.record [--workers 6] [--commit ID] [pytest arguments]
+    python -m tests.gpu.record [--workers 6] [--name gpu_tests] [--commit ID] [pytest arguments, such as -k publication]
 
-Writes benchmarks/results/gpu_tests.json, after every test anew: outcome, seconds, what the test printed (the measured
+Writes benchmarks/results/NAME.json, after every test anew: outcome, seconds, what the test printed (the measured
 figures), and the end of its error. Exits as pytest does.
 """
 
@@ -29,19 +29,21 @@ TESTS = [str(FOLDER), *CONTRACT]
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--workers", type=int, default=6, help="test files at a time; they share the devices")
+    parser.add_argument("--name", default="gpu_tests", help="of the JSON")
     parser.add_argument("--commit", help="of a working tree without git, as on a lent machine")
     arguments, others = parser.parse_known_args(argv)
     commit = arguments.commit or record.commit()
     options = ["-q", "-n", str(arguments.workers), "--dist", "loadfile", "--no-loadscope-reorder", "--tb=short"]
     options += ["-m", "not slow", "-p", "no:cacheprovider", *others]
-    return int(pytest.main([*TESTS, *options], plugins=[Recorder(commit)]))
+    command = " ".join(["python -m tests.gpu.record", *others])
+    return int(pytest.main([*TESTS, *options], plugins=[Recorder(arguments.name, command, commit)]))
 
 
 class Recorder:
     """A plugin of pytest: every report goes into the JSON at once, so that a run cut short has said what it saw."""
 
-    def __init__(self, commit: str) -> None:
-        self._commit = commit
+    def __init__(self, name: str, command: str, commit: str) -> None:
+        self._name, self._command, self._commit = name, command, commit
         self.tests: dict[str, dict[str, Any]] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -58,8 +60,8 @@ class Recorder:
         self.tests[name] = entry
         outcomes = [test["outcome"] for test in self.tests.values()]
         record.write(
-            "gpu_tests",
-            command="python -m tests.gpu.record",
+            self._name,
+            command=self._command,
             settings={"models": "tiny Ouro and OLMoE, std 0.02", "TRITON_F32_DEFAULT": "ieee"},
             results={
                 **{outcome: outcomes.count(outcome) for outcome in ("passed", "failed", "skipped")},
