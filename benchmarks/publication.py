@@ -8,6 +8,8 @@ copies, tensor by tensor: into new memory (what a second copy of a state dict co
 mapped (`Tensor.copy_`, the bandwidth of memory), on one thread and on as many as a publication uses. New memory is
 mapped for the copy on CPU, because what malloc gives may be memory that was used before, and `Tensor.clone` on CUDA.
 
+Both processes use every core in turn. Where others work too, `--ahead` gives theirs the cores first, not the memory bus.
+
 The limit is the bytes by the bandwidth of one large copy, over the bus and back where they travel through the host.
 With `--staging ipc` vLLM's own transfer over CUDA IPC is measured in the same run (`publication_peer`).
 """
@@ -56,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=DTYPES, default="cpu")
     parser.add_argument("--staging", choices=["host", "shadow", "ipc"], default="host")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the command; records nothing")
+    parser.add_argument("--ahead", action="store_true", help="rounds run before the machine's other work; needs root")
     parser.add_argument("--commit", help="of a working tree without git, as on a lent machine")
     parser.add_argument("--no-record", action="store_true", help="print only; the working tree may differ from HEAD")
     arguments = parser.parse_args(argv)
@@ -66,14 +69,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         shape = write(Path(name), device, is_tiny=arguments.tiny)
-        results = measure(Path(name), device, staging, arguments.repeats)
+        results = measure(Path(name), device, staging, arguments.repeats, is_ahead=arguments.ahead)
     print(results)
     if is_recorded:
         print(
             record.write(
                 "publication_cpu" if device == "cpu" else f"publication_cuda_{staging}",
                 command="python -m benchmarks.publication "
-                + f"--repeats {arguments.repeats} --device {device} --staging {staging}",
+                + f"--repeats {arguments.repeats} --device {device} --staging {staging}{' --ahead' * arguments.ahead}",
                 settings={**shape, "dtype": DTYPES[device], "staging": staging},
                 results=results,
                 commit_id=arguments.commit,
@@ -92,7 +95,7 @@ def write(model: Path, device: str, *, is_tiny: bool) -> dict[str, Any]:
     return shapes.SHAPES[name]
 
 
-def measure(model: Path, device: str, staging: Staging, repeats: int) -> dict[str, Any]:
+def measure(model: Path, device: str, staging: Staging, repeats: int, *, is_ahead: bool = False) -> dict[str, Any]:
     """The first two rounds are warm-up and dropped: until then the memory of the buckets grows to two versions."""
     load_before = os.getloadavg()[0]
     (file,) = model.glob("*.safetensors")
@@ -109,6 +112,9 @@ def measure(model: Path, device: str, staging: Staging, repeats: int) -> dict[st
         staging=staging,
     )
     with LocalEngine(settings) as engine:
+        if is_ahead:
+            for pid in (0, engine.pid):
+                os.sched_setscheduler(pid, os.SCHED_RR, os.sched_param(1))
         rounds = [one_round(engine, weights, update) for update in range(1, repeats + 3)][2:]
     peers, failure = {}, None
     if staging == "ipc":

@@ -31,8 +31,9 @@ def sum_of_mixed(bits: torch.Tensor, *, first: int, steps: tuple[int, int, int],
     """
     array = bits.numpy()
     keys = [np.uint64(step * GOLDEN % 2**64) for step in (first, *steps)]
-    total, is_finite = _sum(array, *keys, array.dtype.type(exponent))
-    return int(total), bool(is_finite)
+    sign = 1 << (8 * array.dtype.itemsize - 1)
+    total, carried = _sum(array, *keys, np.int64(sign - 1), np.int64(exponent & -exponent))
+    return int(total), not int(carried) & sign
 
 
 def copy_sum_of_mixed(source: torch.Tensor, target: torch.Tensor) -> int:
@@ -42,7 +43,7 @@ def copy_sum_of_mixed(source: torch.Tensor, target: torch.Tensor) -> int:
         Sum of mix(target[i] + (i + 1) * GOLDEN) mod 2**64.
     """
     array = source.numpy()
-    return int(_copy_sum(array, target.numpy(), np.iinfo(array.dtype).min, np.uint64(GOLDEN)))
+    return int(_copy_sum(array, target.numpy(), np.int64(np.iinfo(array.dtype).min), np.uint64(GOLDEN)))
 
 
 @numba.njit(inline="always")
@@ -55,25 +56,27 @@ def _mix(z):
 
 
 @numba.njit(nogil=True, cache=True)
-def _sum(bits, first, step_a, step_b, step_c, exponent):
-    total, is_finite = np.uint64(0), True
+def _sum(bits, first, step_a, step_b, step_c, magnitude, least_exponent):
+    """Adding the least bit of the exponent to a magnitude carries into the sign's place if all of them are set."""
+    total, carried = np.uint64(0), np.int64(0)
     for a in range(bits.shape[0]):
         for b in range(bits.shape[1]):
             key = first + np.uint64(a) * step_a + np.uint64(b) * step_b
             for c in range(bits.shape[2]):
-                element = bits[a, b, c]
-                is_finite &= (element & exponent) != exponent
-                total += _mix(np.uint64(np.int64(element)) + key)
+                element = np.int64(bits[a, b, c])
+                carried |= (element & magnitude) + least_exponent
+                total += _mix(np.uint64(element) + key)
                 key += step_c
-    return total, is_finite
+    return total, carried
 
 
 @numba.njit(nogil=True, cache=True)
 def _copy_sum(source, target, negative_zero, golden):
     total, key = np.uint64(0), golden
     for i in range(source.shape[0]):
-        element = source[i] if source[i] != negative_zero else source[i] ^ negative_zero
+        element = np.int64(source[i])
+        element = element if element != negative_zero else np.int64(0)
         target[i] = element
-        total += _mix(np.uint64(np.int64(element)) + key)
+        total += _mix(np.uint64(element) + key)
         key += golden
     return total
