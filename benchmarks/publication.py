@@ -8,7 +8,7 @@ copies, tensor by tensor: into new memory (what a second copy of a state dict co
 mapped (`Tensor.copy_`, the bandwidth of memory), on one thread and on as many as a publication uses. New memory is
 mapped for the copy on CPU, because what malloc gives may be memory that was used before, and `Tensor.clone` on CUDA.
 
-Both processes use every core in turn. Where others work too, `--ahead` gives theirs the cores first, not the memory bus.
+Both processes use every core in turn. Where others work too, `--ahead` gives them the cores first, not the memory bus.
 
 The limit is the bytes by the bandwidth of one large copy, over the bus and back where they travel through the host.
 With `--staging ipc` vLLM's own transfer over CUDA IPC is measured in the same run (`publication_peer`).
