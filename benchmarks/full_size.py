@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -63,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
 
         steps = Steps(plan, Path(folder), more=arguments.set, limit_seconds=arguments.limit_seconds, write=write)
+        signal.signal(signal.SIGTERM, lambda *_: steps.stop())
         for part, run in (("recipe", recipe), ("one-slot", one_slot)):
             if arguments.part in (part, "all"):
                 run(steps)

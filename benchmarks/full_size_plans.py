@@ -53,6 +53,7 @@ _ONE_SLOT = {
     "group_size": 2,
     "max_new_tokens": 16,
     "save_every": 1,
+    "save_format": "same_layout",
     "keep_last": 2,
 }
 _ON_H200 = {

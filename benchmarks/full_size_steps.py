@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -42,7 +44,8 @@ class Steps:
         write: Callable[[dict[str, Any]], None],
     ) -> None:
         self.plan, self.folder, self.more, self._write = plan, folder, list(more), write
-        self._end = time.monotonic() + limit_seconds
+        self._begun = time.monotonic()
+        self._end = self._begun + limit_seconds
         self.results: dict[str, Any] = {"seconds": {}}
         self.failed: list[str] = []
 
@@ -60,19 +63,40 @@ class Steps:
         self._write(self.results)
         return name not in self.failed
 
-    def process(self, *arguments: str, output: Path | None = None) -> str:
-        """Runs a module of this project in a process of its own; its standard output.
+    def process(self, *arguments: str) -> str:
+        """Runs a module of this project in a process of its own; what it said.
 
         Raises:
-            RuntimeError: it failed; with the end of what it said.
-            subprocess.TimeoutExpired: there is no time left.
+            RuntimeError: it failed, or there was no time left; with the end of what it said.
         """
-        seconds = max(1.0, self._end - time.monotonic())
-        command = [sys.executable, "-m", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(arguments[:3])} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
-        return done.stdout
+        what, lines = " ".join(arguments[:3]), list[str]()
+        process = subprocess.Popen(
+            [sys.executable, "-m", *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        reader = threading.Thread(target=self._show, args=(process, lines), daemon=True)
+        reader.start()
+        try:
+            code = process.wait(max(1.0, self._end - time.monotonic()))
+        except BaseException as error:
+            raise RuntimeError(f"{what} was not done: {error}\n{''.join(lines[-40:])}") from error
+        finally:
+            process.kill()
+        reader.join(5)
+        if code:
+            raise RuntimeError(f"{what} ended with {code}:\n{''.join(lines[-60:])}")
+        return "".join(lines)
+
+    def _show(self, process: subprocess.Popen[str], lines: list[str]) -> None:
+        """Prints what a process says as it says it, with the seconds since the beginning."""
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            print(f"{time.monotonic() - self._begun:6.1f} {line}", end="", flush=True)
+
+    def stop(self) -> None:
+        """No time is left: the step that runs fails, and those after it."""
+        self._end = time.monotonic()
+        raise TimeoutError("asked to end")
 
     def inputs(self) -> None:
         """Writes model and prompts, once."""
@@ -122,7 +146,7 @@ def verify(steps: Steps, out: Path) -> list[str]:
     """The table of `tether.convert verify`; against the last checkpoint where there is one."""
     against = ["--against", str(out)] if any((out / "checkpoints").glob("iter_*")) else []
     text = steps.process("tether.convert", "verify", str(out / "hf"), *against, *steps.plan.verify)
-    return text.strip().splitlines()
+    return [line for line in text.strip().splitlines() if re.match(r"\S.*\s{2,}(ok|FAILED|-)\s{2,}", line)]
 
 
 def yardstick(steps: Steps, out: Path, metrics: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -165,7 +189,7 @@ def one_slot(steps: Steps) -> None:
     if not steps("one slot, straight", lambda: steps.drive(out, 2, settings)):
         return
     before, straight = Facts(steps, out, 1), Facts(steps, out, 2)
-    steps("one slot, digests", lambda: [before.read(), straight.read()] and None)
+    steps("one slot, digests", lambda: [before.read(parameters_only=True), straight.read()] and None)
     shutil.rmtree(out / "checkpoints" / "iter_0000002")  # there is room for two
     if not steps("one slot, resumed", lambda: steps.drive(out, 2, settings, "--resume-from", "1")):
         return
@@ -179,10 +203,11 @@ class Facts:
         self._steps, self._out, self._update = steps, out, update
         self.tensors: dict[str, str] = {}
 
-    def read(self) -> Facts:
+    def read(self, *, parameters_only: bool = False) -> Facts:
         found = self._steps.folder / "digests.json"
         path = self._out / "checkpoints" / f"iter_{self._update:07d}"
-        self._steps.process("benchmarks.full_size_digests", str(path), str(found))
+        choice = ["--parameters"] if parameters_only else []
+        self._steps.process("benchmarks.full_size_digests", str(path), str(found), *choice)
         self.tensors = json.loads(found.read_text())
         self.rollouts = read_lines(self._out / "rollouts" / f"update_{self._update:07d}.jsonl")
         lines = read_lines(self._out / "metrics.jsonl")
@@ -205,12 +230,12 @@ class Facts:
             "metrics_that_differ": sorted(
                 name for a, b in zip(self.metrics, other.metrics, strict=True) for name in a if a[name] != b.get(name)
             ),
-            "tensors_that_the_update_changed": sum(
+            "parameters_that_the_update_changed": sum(
                 self.tensors[name] != value for name, value in before.tensors.items()
             ),
         }
         is_equal = not (apart or found["samples_that_differ"] or found["metrics_that_differ"])
-        if not is_equal or not found["tensors_that_the_update_changed"]:
+        if not is_equal or not found["parameters_that_the_update_changed"]:
             raise RuntimeError(json.dumps(found))
         return found
 
