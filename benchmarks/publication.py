@@ -17,12 +17,13 @@ With `--staging ipc` vLLM's own transfer over CUDA IPC is measured in the same r
 from __future__ import annotations
 
 import argparse
+import contextlib
 import mmap
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,44 +65,52 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     device, staging = arguments.device, arguments.staging
     is_recorded = not (arguments.no_record or arguments.tiny)
-    if is_recorded and not arguments.commit:
-        record.commit()
     torch.set_num_threads(1)
+    save = save_as(arguments) if is_recorded else lambda shape, results: None
     with tempfile.TemporaryDirectory() as name:
-        shape = write(Path(name), device, is_tiny=arguments.tiny)
-        results = measure(Path(name), device, staging, arguments.repeats, is_ahead=arguments.ahead)
-    print(results)
-    if is_recorded:
-        print(
-            record.write(
-                "publication_cpu" if device == "cpu" else f"publication_cuda_{staging}",
-                command="python -m benchmarks.publication "
-                + f"--repeats {arguments.repeats} --device {device} --staging {staging}{' --ahead' * arguments.ahead}",
-                settings={**shape, "dtype": DTYPES[device], "staging": staging},
-                results=results,
-                commit_id=arguments.commit,
-            )
-        )
+        shape, settings, weights = prepare(Path(name), device, staging, is_tiny=arguments.tiny)
+        peer = publication_peer.engine(settings) if staging == "ipc" else contextlib.nullcontext()
+        with peer as client:  # comes up beside ours, and is idle until ours is done
+            results = measure(settings, weights, arguments.repeats, is_ahead=arguments.ahead)
+            print(results, flush=True)
+            save(shape, results)
+            if client is not None:
+                results |= beside(client, weights, arguments.repeats)
+                print(results["peers"], results.get("peers_failed"), flush=True)
+                save(shape, results)
     return 0
 
 
-def write(model: Path, device: str, *, is_tiny: bool) -> dict[str, Any]:
-    """A model in one file -> its shape."""
+def save_as(arguments: argparse.Namespace) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    """Writes the record of this command: once for what is ours, again with its peers."""
+    device, staging = arguments.device, arguments.staging
+
+    def save(shape: dict[str, Any], results: dict[str, Any]) -> None:
+        path = record.write(
+            "publication_cpu" if device == "cpu" else f"publication_cuda_{staging}",
+            command="python -m benchmarks.publication "
+            + f"--repeats {arguments.repeats} --device {device} --staging {staging}{' --ahead' * arguments.ahead}",
+            settings={**shape, "dtype": DTYPES[device], "staging": staging},
+            results=results,
+            commit_id=commit,
+        )
+        print(path, flush=True)
+
+    commit = arguments.commit or record.commit()
+    return save
+
+
+def prepare(
+    model: Path, device: str, staging: Staging, *, is_tiny: bool
+) -> tuple[dict[str, Any], EngineSettings, dict[str, torch.Tensor]]:
+    """A model's directory -> its shape, settings of its engine, and its weights on the device."""
     if device == "cpu" and not is_tiny:
-        write_ouro(model, **CPU_SHAPE)
-        return CPU_SHAPE
-    name = "tiny-ouro" if is_tiny else "ouro-1.4b"
-    shapes.write_model(model, name, norm_std=0.1)
-    return shapes.SHAPES[name]
-
-
-def measure(model: Path, device: str, staging: Staging, repeats: int, *, is_ahead: bool = False) -> dict[str, Any]:
-    """The first two rounds are warm-up and dropped: until then the memory of the buckets grows to two versions."""
-    load_before = os.getloadavg()[0]
-    (file,) = model.glob("*.safetensors")
-    weights = {
-        name: tensor.to(getattr(torch, DTYPES[device])) for name, tensor in load_file(file, device=device).items()
-    }
+        shape = CPU_SHAPE
+        write_ouro(model, **shape)
+    else:
+        name = "tiny-ouro" if is_tiny else "ouro-1.4b"
+        shape = shapes.SHAPES[name]
+        shapes.write_model(model, name, norm_std=0.1)
     settings = EngineSettings(
         model=model,
         log_path=model / "log",
@@ -111,17 +120,21 @@ def measure(model: Path, device: str, staging: Staging, repeats: int, *, is_ahea
         kv_cache_bytes=256 << 20,
         staging=staging,
     )
+    (file,) = model.glob("*.safetensors")
+    weights = load_file(file, device=device)
+    return shape, settings, {name: tensor.to(getattr(torch, DTYPES[device])) for name, tensor in weights.items()}
+
+
+def measure(
+    settings: EngineSettings, weights: dict[str, torch.Tensor], repeats: int, *, is_ahead: bool = False
+) -> dict[str, Any]:
+    """The first two rounds are warm-up and dropped: until then the memory of the buckets grows to two versions."""
+    load_before = os.getloadavg()[0]
     with LocalEngine(settings) as engine:
         if is_ahead:
             for pid in (0, engine.pid):
                 os.sched_setscheduler(pid, os.SCHED_RR, os.sched_param(1))
         rounds = [one_round(engine, weights, update) for update in range(1, repeats + 3)][2:]
-    peers, failure = {}, None
-    if staging == "ipc":
-        try:
-            peers = publication_peer.measure(settings, weights, repeats)
-        except Exception as error:  # what was measured of ours is recorded all the same
-            failure = repr(error)
     num_bytes = sum(tensor.nbytes for tensor in weights.values())
     phases = {name: record.spread([r[name] for r in rounds]) for name in rounds[0]}
     return {
@@ -130,15 +143,23 @@ def measure(model: Path, device: str, staging: Staging, repeats: int, *, is_ahea
         "load_average": [load_before, os.getloadavg()[0]],
         "seconds": phases,
         "split": {name: record.spread([part[name] for part in map(split, rounds)]) for name in split(rounds[0])},
-        "limit": limit(num_bytes, staging, torch.device(device)),
+        "limit": limit(num_bytes, settings.staging, next(iter(weights.values())).device),
         "is_direct": "weights are loaded directly" in settings.log_path.read_text(),
-        "peers": {f"vllm_ipc_{kind}": record.spread(seconds) for kind, seconds in peers.items()},
-        **({"peers_failed": failure} if failure else {}),
+        "peers": {},
         **{
             f"ratio_to_{name}": record.spread([r["publish"] / r[name] for r in rounds])
             for name in ("copy", "overwrite", "overwrite by threads")
         },
     }
+
+
+def beside(client: publication_peer.PipeClient, weights: dict[str, torch.Tensor], repeats: int) -> dict[str, Any]:
+    """What the peers took, or why they did not run."""
+    try:
+        peers = publication_peer.measure(client, weights, repeats)
+    except Exception as error:  # what was measured of ours stays
+        return {"peers": {}, "peers_failed": repr(error)}
+    return {"peers": {f"vllm_ipc_{kind}": record.spread(seconds) for kind, seconds in peers.items()}}
 
 
 def split(phases: dict[str, float]) -> dict[str, float]:

@@ -56,30 +56,31 @@ class PipeClient:
         self.call("finish_weight_update")
 
 
-def measure(settings: EngineSettings, weights: dict[str, torch.Tensor], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each transfer by kind; `weights` are changed before each, and compared with what is served after it.
+def measure(client: PipeClient, weights: dict[str, torch.Tensor], repeats: int) -> dict[str, list[float]]:
+    """Waits for the engine -> seconds of each transfer, by kind.
 
+    Weights are changed before each transfer; what is served after a kind's last one is compared with them.
     "tensors" sends a handle of each tensor; "packed" copies all of them into one buffer first.
     """
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
 
     size = sum(tensor.nbytes for tensor in weights.values())
     seconds: dict[str, list[float]] = {}
-    with _engine(settings) as client:
-        for kind in ("tensors", "packed"):
-            # In one chunk: a model that demands every tensor takes them in one call.
-            info = IPCTrainerInitInfo(rank=0, packed=kind == "packed", packed_buffer_size_bytes=size)
-            sender = IPCTrainerWeightTransferEngine.trainer_init(info, client=client, source=weights.items())
-            rounds = []
-            for _ in range(repeats + 2):
-                for tensor in weights.values():
-                    tensor.mul_(1.001)
-                torch.cuda.synchronize()
-                begin = time.perf_counter()
-                sender.send_weights()
-                rounds.append(time.perf_counter() - begin)
-            seconds[kind] = rounds[2:]
-            _check(client, weights)
+    client.answer()  # it is up
+    for kind in ("tensors", "packed"):
+        # In one chunk: a model that demands every tensor takes them in one call.
+        info = IPCTrainerInitInfo(rank=0, packed=kind == "packed", packed_buffer_size_bytes=size)
+        sender = IPCTrainerWeightTransferEngine.trainer_init(info, client=client, source=weights.items())
+        rounds = []
+        for _ in range(repeats + 2):
+            for tensor in weights.values():
+                tensor.mul_(1.001)
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            sender.send_weights()
+            rounds.append(time.perf_counter() - begin)
+        seconds[kind] = rounds[2:]
+        _check(client, weights)
     return seconds
 
 
@@ -92,7 +93,8 @@ def _check(client: PipeClient, weights: dict[str, torch.Tensor]) -> None:
 
 
 @contextmanager
-def _engine(settings: EngineSettings) -> Iterator[PipeClient]:
+def engine(settings: EngineSettings) -> Iterator[PipeClient]:
+    """Starts the process; `measure` waits for it."""
     ours, theirs = multiprocessing.Pipe()
     os.environ.update(environment(dict(os.environ), cuda=torch.cuda.is_available()))
     process = multiprocessing.get_context("spawn").Process(
@@ -100,10 +102,8 @@ def _engine(settings: EngineSettings) -> Iterator[PipeClient]:
     )
     process.start()
     theirs.close()
-    client = PipeClient(ours)
     try:
-        client.answer()
-        yield client
+        yield PipeClient(ours)
     finally:
         ours.close()
         process.join(10)
