@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,7 @@ class Steps:
         self._end = self._begun + limit_seconds
         self.results: dict[str, Any] = {"seconds": {}}
         self.failed: list[str] = []
+        self._lock = threading.Lock()
 
     def __call__(self, name: str, action: Callable[[], Any]) -> bool:
         """Runs a step; what it returns is its result. False if it failed."""
@@ -60,7 +63,8 @@ class Steps:
         self.results["seconds"][name] = round(time.perf_counter() - begun, 1)
         print(f"{name}: {self.results['seconds'][name]} s{' FAILED' * (name in self.failed)}", flush=True)
         self.results["failed"] = self.failed
-        self._write(self.results)
+        with self._lock:
+            self._write(self.results)
         return name not in self.failed
 
     def process(self, *arguments: str) -> str:
@@ -71,19 +75,26 @@ class Steps:
         """
         what, lines = " ".join(arguments[:3]), list[str]()
         process = subprocess.Popen(
-            [sys.executable, "-m", *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [sys.executable, "-m", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 4)), **os.environ},  # torchrun's choice is 1
         )
         reader = threading.Thread(target=self._show, args=(process, lines), daemon=True)
         reader.start()
         try:
-            code = process.wait(max(1.0, self._end - time.monotonic()))
+            while process.poll() is None:
+                if time.monotonic() > self._end:
+                    raise TimeoutError("no time is left")
+                time.sleep(0.2)
         except BaseException as error:
             raise RuntimeError(f"{what} was not done: {error}\n{''.join(lines[-40:])}") from error
         finally:
             process.kill()
         reader.join(5)
-        if code:
-            raise RuntimeError(f"{what} ended with {code}:\n{''.join(lines[-60:])}")
+        if process.returncode:
+            raise RuntimeError(f"{what} ended with {process.returncode}:\n{''.join(lines[-60:])}")
         return "".join(lines)
 
     def _show(self, process: subprocess.Popen[str], lines: list[str]) -> None:
@@ -136,10 +147,11 @@ def recipe(steps: Steps) -> None:
     metrics = read_lines(out / "metrics.jsonl")
     steps("metrics", lambda: metrics)
     steps("memory", lambda: memory(metrics))
-    if (out / "hf").is_dir():
-        steps("verify", lambda: verify(steps, out))
-    if any(out.glob("rollouts/*.jsonl")):
-        steps("yardstick", lambda: yardstick(steps, out, metrics))
+    with ThreadPoolExecutor(1) as beside:  # one works on the host, the other one on the device
+        if (out / "hf").is_dir():
+            beside.submit(steps, "verify", lambda: verify(steps, out))
+        if any(out.glob("rollouts/*.jsonl")):
+            steps("yardstick", lambda: yardstick(steps, out, metrics))
 
 
 def verify(steps: Steps, out: Path) -> list[str]:

@@ -73,8 +73,10 @@ def last_lines(path: Path, count: int = 15) -> str:
 
 
 def closing_lines(arguments: RunArguments) -> str:
-    """Where the run is, how to go on with it and how to export it."""
+    """Where the run is, how to go on with it and how to export it; only where it is, of a run without checkpoints."""
     out = shlex.quote(str(arguments.out))
+    if not arguments.settings.save_every:
+        return f"run:    {out} (metrics.jsonl, rollouts/, hf/, logs/; no checkpoints: save_every=0)"
     return "\n".join(
         [
             f"run:    {out} (metrics.jsonl, rollouts/, checkpoints/, hf/, logs/)",
@@ -87,6 +89,8 @@ def closing_lines(arguments: RunArguments) -> str:
 def stopped_lines(arguments: RunArguments, update: int, reason: str | None) -> str:
     """That a run stopped as it was asked to, where it stands, and how to go on."""
     why = reason or "another process was asked to stop"
+    if not arguments.settings.save_every:
+        return f"stopped after update {update} of {arguments.updates} ({why}); nothing was saved (save_every=0)"
     return "\n".join(
         [
             f"stopped after update {update} of {arguments.updates} ({why}); its checkpoint is complete",

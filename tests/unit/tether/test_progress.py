@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tether.progress import PHASES, Progress, closing_lines, last_lines
+from tether.progress import PHASES, Progress, closing_lines, last_lines, stopped_lines
 from tether.settings import RunArguments, Settings, parse, to_argv
 
 METRICS = {"update": 2, "reward_mean": 0.5, "loss": 0.01, "logprob_diff_mean": 2e-7, "logprob_diff_max": 1e-6}
@@ -40,6 +41,13 @@ def test_a_recipe_says_how_it_is_called_again(monkeypatch: pytest.MonkeyPatch) -
     """run.sh has arguments of its own."""
     monkeypatch.setenv("TETHER_RECIPE", "examples/ouro/run.sh --out x")
     assert "resume: examples/ouro/run.sh --out x --updates 8 --resume" in closing_lines(ARGUMENTS)
+
+
+def test_a_run_without_checkpoints_offers_no_resume() -> None:
+    """Neither at its end nor when it was stopped."""
+    arguments = replace(ARGUMENTS, settings=ARGUMENTS.settings.replace(save_every=0))
+    for text in (closing_lines(arguments), stopped_lines(arguments, 2, "signal 15")):
+        assert "resume" not in text and "save_every=0" in text
 
 
 def test_argv_of_settings_reads_back() -> None:
