@@ -21,9 +21,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rotated_heads(
     joined: Tensor, cos: Tensor, sin: Tensor, *, num_heads: int, num_kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys, turned, and values, of all three side by side [N, (H + 2 K) D]. The values are a view.
+    """Queries and keys, turned, and values, of all three side by side [N, (H + 2 K) D].
 
-    Their gradients are written into one tensor.
+    The values are copied: as a view they would keep the other two. The gradients are written into one tensor.
     """
     return _RotatedHeads.apply(joined, cos, sin, num_heads, num_kv_heads)
 
@@ -48,7 +48,7 @@ class _RotatedHeads(torch.autograd.Function):
         ctx.heads = [num_heads, num_kv_heads, num_kv_heads]
         q, k, v = joined.unflatten(1, (sum(ctx.heads), -1)).split(ctx.heads, 1)
         q, k = (_turn(x, cos, sin, x.new_empty(x.shape), forwards=True) for x in (q, k))
-        return q, k, v
+        return q, k, v.contiguous()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
