@@ -57,7 +57,7 @@ def trainer(shape: Shape) -> dict[str, int]:
     return {
         **state(shape),
         "kept activations": activations(shape),
-        "widest moment": max(backward(shape), logprobs(shape)),
+        "widest moment": max(backward(shape), logprobs(shape), gathers(shape)),
         **({"staged weights": 2 * _staged(shape)} if shape.settings.staging == "ipc" else {}),
     }
 
@@ -100,6 +100,15 @@ def logprobs(shape: Shape) -> int:
     each = FUSED_LOGIT_BYTES if shape.fused else ENTROPY_BYTES if s.entropy_bonus else LOGIT_BYTES
     rows = min(CHUNK_ROWS, s.tokens_per_microbatch)
     return c.vocab_size // s.tensor_parallel * (rows * each + c.hidden_size * shape.element)
+
+
+def gathers(shape: Shape) -> int:
+    """The largest tensor that a publication puts together from several processes; of experts, those of a layer."""
+    c, s = shape.config, shape.settings
+    whole = max(prod(t.shape) for t in shape.table.values()) if s.tensor_parallel > 1 else 0
+    if s.expert_parallel * s.expert_tensor_parallel > 1:
+        whole = max(whole, 2 * c.num_experts * c.intermediate_size * c.hidden_size)
+    return whole * shape.element
 
 
 def _layer(shape: Shape) -> int:
