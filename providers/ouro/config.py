@@ -79,15 +79,13 @@ class OuroConfig:
 
         Tensor parallelism divides the second part, sequence parallelism the first. A fused norm keeps its input, one of
         torch's operations the input in fp32 and the output before the weight; before a projection also the output. Then
-        queries, keys, values and attention's output, gate and up, their product, and without a fused gate its silu. A
-        fused product of queries, keys and values stays whole, because the values are a view of it.
+        queries, keys, values and attention's output, gate and up, their product, and without a fused gate its silu.
 
         Args:
             element: bytes of an activation.
             fused: norms, rotation and gates are one kernel each, as on CUDA in half precision.
         """
-        heads, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        attention = 2 * (heads + keys) + (heads + keys if fused else 0)
+        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
         norms = 6 * element if fused else 2 * (4 + 2 * element) + 2 * (4 + element)
         wide = (3 if fused else 4) * self.intermediate_size
         return norms * self.hidden_size + 4 * 4, element * (attention + wide)
