@@ -116,7 +116,7 @@ def wrap_workers() -> None:
 
         return step
 
-    for name in ("stage", "prepare", "commit", "settle", "rollback", "fingerprint"):
+    for name in ("stage", "prepare", "commit", "settle", "rollback", "fingerprint", "_load_by_vllm"):
         setattr(LiveWeights, name, wrap(name, getattr(LiveWeights, name)))
 
 
