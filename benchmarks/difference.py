@@ -6,7 +6,7 @@ An engine makes rollouts at two, three and four loops and by early exit, and sco
 training model, without optimizer, scores them as it is, in fp32, and in bf16 with one thing changed at a time
 (`difference_variants`). For each of those: how far it is from the trainer as it is (what the thing does by itself,
 after one layer of one loop and in the scores), from the engine (what remains when it is made equal), and from fp32.
-Random weights.
+Random weights. Last, single operations of both sides on the same inputs (`difference_operations`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from adapters.contract import GenerationRequest, SamplingParams, ScoreRequest, d
 from adapters.hf_convert.directory import HFDirectory
 from adapters.vllm_engine.client.local import LocalEngine
 from adapters.vllm_engine.settings import EngineSettings
+from benchmarks import difference_operations, record, yardstick
 from benchmarks import difference_variants as variants
-from benchmarks import record, yardstick
 from benchmarks.shapes import SHAPES, config_of, write_model
 
 POLICIES = ("fixed:2", "fixed:3", "fixed:4", "early:0.8:2:4")
@@ -56,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         samples, policies, rescored = roll(model, folder / "log", arguments)
         torch.cuda.empty_cache()
         results = measure(HFDirectory(model), samples, policies, rescored, rows=arguments.requests)
+        results["operations"] = difference_operations.compare(config_of(arguments.shape), arguments.requests)
     results["seconds"] = round(time.perf_counter() - begun, 1)
     print(json.dumps(results, indent=1))
     for row in results["rows"]:

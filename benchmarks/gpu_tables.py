@@ -122,6 +122,18 @@ def causes(record: Record) -> Rows:
     return [*head, "to the engine, max", *(f"{policy}, to the engine" for policy in policies)], rows
 
 
+def operations(record: Record) -> Rows:
+    """One row an operation: how often the engine's rounds otherwise than the trainer's on the same inputs."""
+    return ["operation", "values that differ", "relative difference"], [
+        [row["name"], *([_cell(row["error"]), ""] if "error" in row else [_percent(row), f"{row['relative']:.1e}"])]
+        for row in record["results"].get("operations", [])
+    ]
+
+
+def _percent(row: Record) -> str:
+    return f"{100 * row['differing']:.1f} %"
+
+
 def trainer_memory(record: Record) -> Rows:
     """One row a setting: the estimate's parts and their sum, beside the measured peak."""
     rows = []

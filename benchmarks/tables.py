@@ -182,6 +182,7 @@ TABLES: dict[str, Callable[[Record], str]] = {
     },
     "full_size_ouro_1_4b_one_slot": with_source(gpu_tables.one_slot),
     "difference_ouro_1_4b": with_source(gpu_tables.causes),
+    "difference_ouro_1_4b.operations": with_source(gpu_tables.operations),
     "memory_ouro_1_4b": with_source(gpu_tables.trainer_memory),
     "memory_ouro_1_4b.engine": with_source(gpu_tables.engine_memory),
     "full_size_ouro_1_4b.phases": with_source(performance_tables.update_phases),
