@@ -58,7 +58,10 @@ class Steps:
         try:
             self.results[name] = action()
         except Exception as error:
-            self.results[name] = {"error": f"{type(error).__name__}: {error}"[-3000:]}
+            text = f"{type(error).__name__}: {error}".replace(str(self.folder), "FOLDER").replace(
+                sys.executable, "python"
+            )
+            self.results[name] = {"error": text[-3000:]}
             self.failed.append(name)
         self.results["seconds"][name] = round(time.perf_counter() - begun, 1)
         print(f"{name}: {self.results['seconds'][name]} s{' FAILED' * (name in self.failed)}", flush=True)

@@ -24,18 +24,21 @@ def tests(record: Record) -> Rows:
         rows.append([f"`{file}`", ", ".join(counts), f"{sum(test['seconds'] for test in of.values()):.0f}"])
         for own, test in of.items():
             if test["outcome"] != "passed":
-                rows.append(
-                    [own, f"**{test['outcome']}** {_cell(test.get('why') or test.get('error', ''))[-200:]}", ""]
-                )
+                why = test.get("why") or (test.get("error") or " ").splitlines()[-1]
+                rows.append([own, f"{test['outcome'].replace('failed', '**failed**')}: {_cell(why)[:160]}", ""])
     return ["tests", "outcome", "seconds"], rows
 
 
+KERNELS = ("gpu/test_kernels_cuda.py", "gpu/test_training_cuda.py::test_varlen")
+"""Tests that print a line for each operand: too long for a document."""
+
+
 def printed(record: Record) -> Rows:
-    """What the tests measured, in their own words."""
+    """What the tests measured, in their own words; of the kernels the JSON says it."""
     return ["test", "printed"], [
         [name.partition("::")[2], "<br>".join(_cell(line) for line in test["printed"])]
         for name, test in record["results"].get("tests", {}).items()
-        if "printed" in test
+        if "printed" in test and not name.startswith(KERNELS)
     ]
 
 
@@ -61,6 +64,17 @@ def scores(record: Record) -> Rows:
     head = ["update", "depth asked", "loops", "tokens", "trainer to engine, mean", "trainer to fp32, mean"]
     head += ["engine to fp32, mean", "ratio (bound 2)", "trainer to engine, max", "trainer to fp32, max"]
     return [*head, "ratio (bound 3)", "within"], rows
+
+
+def differences(record: Record) -> Rows:
+    """What each update met: the difference of trainer and engine, in all and by the loops that a token ran."""
+    rows = []
+    for line in record["results"]["metrics"]:
+        depths = [name.rpartition("_")[2] for name in line if name.startswith("logprob_diff_mean_depth_")]
+        by_depth = ", ".join(f"{d}: {line[f'logprob_diff_mean_depth_{d}']:.4f}" for d in depths)
+        mean, most = (f"{line[f'logprob_diff_{name}']:.4f}" for name in ("mean", "max"))
+        rows.append([str(line["update"]), line["execution"], f"{line['num_tokens']:,}", mean, most, by_depth])
+    return ["update", "depth asked", "tokens", "mean", "max", "mean by loops"], rows
 
 
 def one_slot(record: Record) -> Rows:

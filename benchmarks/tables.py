@@ -169,6 +169,8 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "olmoe_train_cuda": with_source(performance_tables.olmoe_train),
     "gpu_tests": with_source(gpu_tables.tests),
     "gpu_tests.printed": with_source(gpu_tables.printed),
+    "gpu_tests_more": with_source(gpu_tables.tests),
+    "gpu_tests_more.printed": with_source(gpu_tables.printed),
     "fault_matrix_cuda": fault_matrix,
     **{
         f"full_size_{model}.{part}": with_source(make)
@@ -185,6 +187,7 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "difference_ouro_1_4b.operations": with_source(gpu_tables.operations),
     "memory_ouro_1_4b": with_source(gpu_tables.trainer_memory),
     "memory_ouro_1_4b.engine": with_source(gpu_tables.engine_memory),
+    "full_size_ouro_1_4b.differences": with_source(gpu_tables.differences),
     "full_size_ouro_1_4b.phases": with_source(performance_tables.update_phases),
     "full_size_olmoe_1b_7b.phases": with_source(performance_tables.update_phases),
 }

@@ -9,6 +9,7 @@ figures), and the end of its error. Exits as pytest does.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,8 @@ import pytest
 
 from benchmarks import record
 
+WORKER = re.compile(r"^\[gw\d+\].*\n")
+"""The line in which pytest-xdist says where an error comes from: the interpreter's path is of no interest."""
 FOLDER = Path(__file__).parent
 CONTRACT = [
     str(FOLDER.parent / "contracts" / "engine" / f"test_{name}.py")
@@ -54,7 +57,7 @@ class Recorder:
         if printed := [line for line in report.capstdout.splitlines() if line.strip()]:
             entry["printed"] = [line[:300] for line in printed[:20]]
         if report.failed:
-            entry |= {"when": report.when, "error": report.longreprtext[-1500:]}
+            entry |= {"when": report.when, "error": WORKER.sub("", report.longreprtext)[-1500:]}
         if report.skipped and isinstance(report.longrepr, tuple):
             entry["why"] = report.longrepr[2]
         self.tests[name] = entry

@@ -19,8 +19,6 @@ from tests.unit.megatron_side.test_attention import DEPTHS, depths_of
 pytestmark = pytest.mark.gpu
 LENGTHS = (300, 1, 77, 512, 1, 130)
 BF16, FP64 = torch.bfloat16, torch.float64
-HALF_ULP = 2.0**-9
-"""Of bf16, relative to the value that is rounded."""
 
 
 @pytest.fixture
@@ -51,8 +49,8 @@ def value_and_gradients(
 @pytest.mark.parametrize("num_kv_heads", [4, 2])
 @pytest.mark.parametrize("kind", DEPTHS)
 def test_varlen_is_as_near_to_fp64_as_sdpa(kind: str, num_kv_heads: int, width: int) -> None:
-    """bf16 values and gradients of every pass: error at most 2 (mean) and 3 times (max) that of SDPA in bf16, give or
-    take the rounding of one value in the latter; with a boundary in the wrong place far more."""
+    """bf16 values and gradients of every pass: error at most 2 (mean) and 3 times (max) that of SDPA in bf16; with a
+    boundary in the wrong place ten times as much and more."""
     generator, total = torch.Generator("cuda").manual_seed(0), sum(LENGTHS)
     for view, dense in zip(views(kind, varlen_attention), views(kind, sdpa_attention), strict=True):
         shapes = (view.num_queries, 4), (total, num_kv_heads), (total, num_kv_heads)
@@ -67,14 +65,14 @@ def test_varlen_is_as_near_to_fp64_as_sdpa(kind: str, num_kv_heads: int, width: 
                 f"{kind} {view.num_queries} {name}: varlen max {off.max():.1e} mean {off.mean():.1e}, "
                 f"sdpa max {bound.max():.1e} mean {bound.mean():.1e} of {want.abs().mean():.1e}"
             )
-            assert off.mean() <= 2 * bound.mean() and off.max() <= 3 * bound.max() + HALF_ULP * want.abs().max()
+            assert off.mean() <= 2 * bound.mean() and off.max() <= 3 * bound.max()
         if len(view.packed.cu_seqlens) > 2 and view.packed.longest > 1:
             moved = view.packed.cu_seqlens.clone()
             moved[1] -= 1
             wrong = replace(view, packed=replace(view.packed, cu_seqlens=moved))
             if int(moved[1]) > 0:
                 broken = value_and_gradients(varlen_attention, wrong, inputs, weights, BF16)
-                assert (broken[0] - exact[0]).abs().max() > 30 * (peer[0] - exact[0]).abs().max()
+                assert (broken[0] - exact[0]).abs().max() > 10 * (peer[0] - exact[0]).abs().max()
 
 
 @pytest.mark.usefixtures("deterministic")
