@@ -3,8 +3,9 @@
     python -m benchmarks.full_size --model ouro-1.4b   [--part recipe|one-slot|all] [--folder DIR ...]
     python -m benchmarks.full_size --model olmoe-1b-7b                              (two devices)
 
-recipe    GRPO updates by the driver in two fresh processes, the second one resuming; the export, verified; and how far
-          trainer and engine are apart in each update, beside the trainer's own error in bf16 (`benchmarks.yardstick`).
+recipe    GRPO updates by the driver; it is killed in the middle and a fresh process resumes; the export, verified; and
+          how far trainer and engine are apart in each update, beside the trainer's own error in bf16
+          (`benchmarks.yardstick`).
 one-slot  two updates in one go against one and a resumed one, with one sample at a time in the engine: every stored
           tensor, every sample and every metric bitwise.
 

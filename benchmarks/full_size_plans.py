@@ -17,7 +17,7 @@ class Plan:
     recipe: dict[str, Any]
     """Settings of the run."""
     stops: tuple[int, ...]
-    """Updates at which its processes end, the last one at the end of the run."""
+    """Updates after whose checkpoint a process is killed, the last one at the end of the run."""
     one_slot: dict[str, Any] | None = None
     """Settings of the two short runs that must be bitwise equal; None where their state does not fit the disk."""
     num_prompts: int = 64
@@ -43,6 +43,7 @@ _OURO = {
     **_COMMON,
     "depth": f"cycle:3,4,2,3,{EARLY},{EARLY}",
     "save_every": 3,
+    "save_format": "same_layout",
     "diagnose": True,
 }
 _ONE_SLOT = {

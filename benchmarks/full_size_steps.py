@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks.full_size_plans import Plan
 from benchmarks.shapes import SHAPES, write_prompts
+from tether.run_directory import read_json_lines as read_lines
 
 TIMES = ("_seconds", "_per_second", "_mfu", "_bytes")
 """What a metric ends with that a repetition does not repeat."""
@@ -70,8 +71,8 @@ class Steps:
             self._write(self.results)
         return name not in self.failed
 
-    def process(self, *arguments: str) -> str:
-        """Runs a module of this project in a process of its own; what it said.
+    def process(self, *arguments: str, until: Callable[[], bool] = lambda: False) -> str:
+        """Runs a module of this project in a process of its own, or kills it once `until` holds; what it said.
 
         Raises:
             RuntimeError: it failed, or there was no time left; with the end of what it said.
@@ -88,6 +89,8 @@ class Steps:
         reader.start()
         try:
             while process.poll() is None:
+                if until():
+                    return "".join(lines)
                 if time.monotonic() > self._end:
                     raise TimeoutError("no time is left")
                 time.sleep(0.2)
@@ -123,15 +126,22 @@ class Steps:
                 length=self.plan.prompt_tokens,
             )
 
-    def drive(self, out: Path, updates: int, settings: dict[str, Any], *more: str) -> None:
-        """One process of the driver (or its launcher), up to an update."""
+    def drive(self, out: Path, updates: int, settings: dict[str, Any], *more: str, kill_at: int | None = None) -> None:
+        """One process of the driver (or its launcher), up to an update; killed once that of `kill_at` is durable."""
+        before = len(read_lines(out / "events.jsonl"))
+
+        def is_saved() -> bool:
+            new = [line for line in read_lines(out / "events.jsonl")[before:] if line["event"] == "saved"]
+            is_told = any(line["update"] == kill_at for line in read_lines(out / "metrics.jsonl"))
+            return is_told and any(line["update"] == kill_at for line in new)
+
         module = ["tether.train"] if self.plan.processes == 1 else ["tether.launch", "--max-restarts", "0"]
         files = {"model": self.folder / "model", "data": self.folder / "data.jsonl", "out": out}
         command = [*module, *(text for name, path in files.items() for text in (f"--{name}", str(path)))]
         for pair in [*(f"{name}={_text(value)}" for name, value in settings.items()), *self.more]:
             command += ["--set", pair]
         try:
-            self.process(*command, "--updates", str(updates), *more)
+            self.process(*command, "--updates", str(updates), *more, until=is_saved)
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             logs = sorted((out / "logs").glob("*.log")) if (out / "logs").is_dir() else []
             ends = "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in logs)
@@ -139,22 +149,29 @@ class Steps:
 
 
 def recipe(steps: Steps) -> None:
-    """Updates with a resume in the middle, the export, and the yardstick."""
+    """Updates with a kill and a resume in the middle, the export, and the yardstick beside what runs anyway."""
     plan, out = steps.plan, steps.folder / "run"
     if not steps("inputs", steps.inputs):
         return
-    for number, stop in enumerate(plan.stops):
-        more = ["--resume"] if number else []
-        if not steps(f"process {number + 1}", lambda s=stop, m=more: steps.drive(out, s, plan.recipe, *m)):
-            break
-    metrics = read_lines(out / "metrics.jsonl")
-    steps("metrics", lambda: metrics)
-    steps("memory", lambda: memory(metrics))
-    with ThreadPoolExecutor(1) as beside:  # one works on the host, the other one on the device
+    scored: list[int] = []
+    with ThreadPoolExecutor(2) as beside:
+        for number, stop in enumerate(plan.stops):
+            more, kill_at = ["--resume"] if number else [], None if stop == plan.stops[-1] else stop
+            name = f"process {number + 1}"
+            ended = steps(name, lambda m=more, k=kill_at: steps.drive(out, plan.stops[-1], plan.recipe, *m, kill_at=k))
+            metrics = read_lines(out / "metrics.jsonl")
+            new = [line["update"] for line in metrics if line["update"] not in scored]
+            if new:
+                beside.submit(steps, f"yardstick {number + 1}", lambda n=new, m=metrics: yardstick(steps, out, n, m))
+            scored += new
+            if not ended:
+                break
+        steps("metrics", lambda: metrics)
+        steps("memory", lambda: memory(metrics))
         if (out / "hf").is_dir():
             beside.submit(steps, "verify", lambda: verify(steps, out))
-        if any(out.glob("rollouts/*.jsonl")):
-            steps("yardstick", lambda: yardstick(steps, out, metrics))
+    parts = [steps.results.pop(name) for name in list(steps.results) if name.startswith("yardstick ")]
+    steps("yardstick", lambda: [row for part in parts if isinstance(part, list) for row in part])
 
 
 def verify(steps: Steps, out: Path) -> list[str]:
@@ -164,13 +181,15 @@ def verify(steps: Steps, out: Path) -> list[str]:
     return [line for line in text.strip().splitlines() if re.match(r"\S.*\s{2,}(ok|FAILED|-)\s{2,}", line)]
 
 
-def yardstick(steps: Steps, out: Path, metrics: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def yardstick(
+    steps: Steps, out: Path, updates: Sequence[int], metrics: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
     """Per update and depth: the difference that training met, beside the trainer's own error on the same samples."""
-    found = steps.folder / "yardstick.json"
+    found = steps.folder / f"yardstick{updates[0]}.json"
     tokens = str(steps.plan.recipe["tokens_per_microbatch"])
     steps.process(
         "benchmarks.yardstick", str(steps.folder / "model"), str(out / "rollouts"), str(found),
-        "--tokens-per-microbatch", tokens,
+        "--tokens-per-microbatch", tokens, "--updates", *map(str, updates),
     )  # fmt: skip
     rows = []
     for row in json.loads(found.read_text()):
@@ -201,13 +220,14 @@ def one_slot(steps: Steps) -> None:
         return
     if not steps("inputs", steps.inputs):
         return
-    if not steps("one slot, straight", lambda: steps.drive(out, 2, settings)):
+    if not steps("one slot, straight", lambda: steps.drive(out, 2, settings, kill_at=2)):
         return
     before, straight = Facts(steps, out, 1), Facts(steps, out, 2)
-    steps("one slot, digests", lambda: [before.read(parameters_only=True), straight.read()] and None)
-    shutil.rmtree(out / "checkpoints" / "iter_0000002")  # there is room for two
-    if not steps("one slot, resumed", lambda: steps.drive(out, 2, settings, "--resume-from", "1")):
-        return
+    with ThreadPoolExecutor(1) as beside:
+        straight.set_aside()
+        beside.submit(steps, "one slot, digests", lambda: [straight.read(), before.read(parameters_only=True)] and None)
+        if not steps("one slot, resumed", lambda: steps.drive(out, 2, settings, "--resume-from", "1", kill_at=2)):
+            return
     steps("one_slot", lambda: straight.compare(Facts(steps, out, 2).read(), before))
 
 
@@ -216,17 +236,25 @@ class Facts:
 
     def __init__(self, steps: Steps, out: Path, update: int) -> None:
         self._steps, self._out, self._update = steps, out, update
+        self._checkpoint = out / "checkpoints" / f"iter_{update:07d}"
+        self._aside: Path | None = None
         self.tensors: dict[str, str] = {}
+        self.rollouts = read_lines(out / "rollouts" / f"update_{update:07d}.jsonl")
+        lines = read_lines(out / "metrics.jsonl")
+        self.metrics = [without_times(line) for line in lines if line["update"] == update]
+
+    def set_aside(self) -> None:
+        """Moves the checkpoint away from its run; `read` then removes it: there is room for two and a bit."""
+        self._aside = self._checkpoint.rename(self._steps.folder / f"aside_{self._update}")
 
     def read(self, *, parameters_only: bool = False) -> Facts:
-        found = self._steps.folder / "digests.json"
-        path = self._out / "checkpoints" / f"iter_{self._update:07d}"
+        found = self._steps.folder / f"digests{self._update}{bool(self._aside)}.json"
         choice = ["--parameters"] if parameters_only else []
-        self._steps.process("benchmarks.full_size_digests", str(path), str(found), *choice)
+        where = str(self._aside or self._checkpoint)
+        self._steps.process("benchmarks.full_size_digests", where, str(found), *choice)
         self.tensors = json.loads(found.read_text())
-        self.rollouts = read_lines(self._out / "rollouts" / f"update_{self._update:07d}.jsonl")
-        lines = read_lines(self._out / "metrics.jsonl")
-        self.metrics = [without_times(line) for line in lines if line["update"] == self._update]
+        if self._aside is not None:
+            shutil.rmtree(self._aside)
         return self
 
     def compare(self, other: Facts, before: Facts) -> dict[str, Any]:
@@ -257,10 +285,6 @@ class Facts:
 
 def without_times(line: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in line.items() if not name.endswith(TIMES)}
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def _text(value: Any) -> str:

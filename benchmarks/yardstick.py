@@ -29,14 +29,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("model", "rollouts", "output"):
         parser.add_argument(name, type=Path)
     parser.add_argument("--tokens-per-microbatch", type=int, default=8192)
+    parser.add_argument("--updates", type=int, nargs="+", help="those alone; all, if left out")
     arguments = parser.parse_args(argv)
     from adapters.megatron import runtime
 
     runtime.initialize(runtime.RuntimeSettings())
     directory = HFDirectory(arguments.model)
     updates = {
-        int(path.stem.removeprefix("update_")): read_samples(path, directory)
+        number: read_samples(path, directory)
         for path in sorted(arguments.rollouts.glob("update_*.jsonl"))
+        if (number := int(path.stem.removeprefix("update_"))) in (arguments.updates or [number])
     }
     scores = {
         dtype: {update: score(model, samples, arguments.tokens_per_microbatch) for update, samples in updates.items()}
