@@ -11,13 +11,12 @@ loops.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from vllm.compilation.cuda_graph import CUDAGraphOptions, CUDAGraphWrapper
 from vllm.config import CUDAGraphMode, VllmConfig
@@ -53,15 +52,14 @@ class DecodeGraphs:
         )
         self._model = model
 
-        def captured(run: Callable[..., torch.Tensor], *given: Any) -> list[CUDAGraphWrapper]:
+        def captured(hold: bool) -> list[CUDAGraphWrapper]:
             options = CUDAGraphOptions(gc_disable=True, weak_ref_output=False)
             return [
-                CUDAGraphWrapper(partial(run, loop, *given), vllm_config, CUDAGraphMode.FULL, options)
+                CUDAGraphWrapper(partial(self._loop, loop, hold), vllm_config, CUDAGraphMode.FULL, options)
                 for loop in range(1, model.num_loops + 1)
             ]
 
-        self._whole, self._held = captured(self._loop, False), captured(self._loop, True)
-        self._fill = captured(self._fill_plane)
+        self._whole, self._held = captured(False), captured(True)
 
     def begin(self, h_NH: torch.Tensor) -> None:
         """Takes the embedded tokens of a step; every row stays."""
@@ -75,17 +73,14 @@ class DecodeGraphs:
     def held(self, loop: int, positions: torch.Tensor) -> torch.Tensor:
         """Runs a loop for the rows that stay, remembers their keys and values, and leaves the others as they are.
 
-        Loops of a step in which some leave before others are all run this way, from the first on.
+        Loops of a step in which some leave before others are all run this way, from the first on; also one that nobody
+        runs any more, for its planes get what each row had in its last loop.
         """
         return self._held[loop - 1](positions)
 
-    def fill(self, loop: int, positions: torch.Tensor) -> None:
-        """Instead of a loop that nobody runs: its planes get what each row had in its last loop."""
-        self._fill[loop - 1](positions)
-
-    def leave(self, stays: np.ndarray) -> None:
-        """[N] bool: which rows go on in later loops."""
-        self.stays_N1[: len(stays)].copy_(torch.from_numpy(stays)[:, None], non_blocking=True)
+    def leave(self, stays: torch.Tensor) -> None:
+        """[rows before the padding] bool, on the device: which of them go on in later loops."""
+        self.stays_N1[: len(stays), 0].copy_(stays)
 
     def capture_rest(self, positions: torch.Tensor) -> None:
         """Captures, in a dummy run of this batch size, what `whole` leaves out; nothing if that was done."""
@@ -93,7 +88,6 @@ class DecodeGraphs:
             return
         for loop in range(1, self._model.num_loops + 1):
             self.held(loop, positions)
-            self.fill(loop, positions)
 
     def _is_captured(self) -> bool:
         return get_forward_context().batch_descriptor in self._held[0].concrete_cudagraph_entries
@@ -111,7 +105,7 @@ class DecodeGraphs:
         self, loop: int, positions: torch.Tensor, x_NH: torch.Tensor, stays_N1: torch.Tensor | None
     ) -> torch.Tensor:
         model = self._model
-        for index, (layer, plane) in enumerate(zip(model.layers, model.planes[loop - 1], strict=True)):
+        for index, (layer, plane) in enumerate(zip(model.layers, self._planes(loop), strict=True)):
             hold = None if stays_N1 is None else partial(self._hold, index, stays_N1)
             x_NH, _, _ = layer(x_NH, positions, plane, hold)
         return model.norm(x_NH)
@@ -123,7 +117,7 @@ class DecodeGraphs:
         The kernels of CUDA take lengths from the device; what they plan on the host beforehand is left out.
         """
         metadata = get_forward_context().attn_metadata
-        names = [plane.layer_name for plane in self._model.planes[loop - 1]]
+        names = [plane.layer_name for plane in self._planes(loop)]
         given = {name: metadata[name] for name in names}
         if stays_N1.is_cuda:
             lengths, whole = self.lengths_TN[loop - 1, : len(stays_N1)], given[names[0]]
@@ -141,10 +135,6 @@ class DecodeGraphs:
             torch.where(stays_N1, new, last, out=last)
         return kept
 
-    def _fill_plane(self, loop: int, positions: torch.Tensor) -> torch.Tensor:
-        rows, slots = len(positions), get_forward_context().slot_mapping
-        for index, plane in enumerate(self._model.planes[loop - 1]):
-            shape = (rows, plane.num_kv_heads, plane.head_size)
-            k, v = (kept[index, :rows].view(shape) for kept in (self.keys, self.values))
-            plane.impl.do_kv_cache_update(plane, k, v, plane.kv_cache, slots[plane.layer_name])
-        return self.hidden_NH[:rows]
+    def _planes(self, loop: int) -> Any:
+        """vLLM's attention layers of a loop."""
+        return self._model.planes[loop - 1]

@@ -28,6 +28,7 @@ from vllm.model_executor.models.utils import maybe_prefix
 from adapters.vllm_engine.worker.step import Step
 from providers.ouro.config import OuroConfig
 from providers.ouro.decode_graphs import DecodeGraphs, is_replayable
+from providers.ouro.device_exits import DeviceExits
 from providers.ouro.physical import NORMS
 from providers.ouro.trace import DepthPlan
 
@@ -229,33 +230,24 @@ class OuroModel(nn.Module):
         return hidden_NH
 
     def replay_to_depth(self, graphs: DecodeGraphs, positions: torch.Tensor, step: Step) -> torch.Tensor:
-        """`run_to_depth` of a captured step: rows that have left are passed over, not dropped."""
+        """`run_to_depth` of a captured step: rows that have left are passed over, not dropped.
+
+        The host decides and waits for nothing: who leaves is found on the device, and all loops are replayed that
+        anybody may run or, later, read the planes of.
+        """
         plan = DepthPlan(recorded=step.recorded, policies=step.policies, reach=step.reach)
         depth, deepest = int(plan.depth.max()), int(step.reach.max())
         if not plan.needs_gate and (plan.depth == depth).all() and deepest <= depth:
             hidden_NH = self.run_whole(graphs, depth, positions)
             step.finish(plan.depth)
             return hidden_NH
-        stays = np.ones(len(positions), bool)
-        survival = torch.ones(step.size, dtype=torch.float32, device=positions.device)
-        mass = torch.zeros_like(survival)
-        for loop in range(1, self.num_loops + 1):
-            hidden_NH, host_mass = graphs.held(loop, positions), None
+        exits = DeviceExits(plan, positions.device)
+        for loop in range(1, max(exits.deepest, deepest) + 1):
+            hidden_NH = graphs.held(loop, positions)
             self._count(hidden_NH)
-            if plan.needs_gate:
-                chance = self.exit_chance(hidden_NH[: step.size])
-                survival, mass = survival * (1 - chance), mass + survival * chance
-                host_mass = mass.cpu().numpy()[plan.active]
-            rows = plan.active
-            leaving = plan.finish(loop, host_mass)
-            if leaving.any():
-                stays[rows[leaving]] = False
-                graphs.leave(stays)
-            if not len(plan.active):
-                break
-        for deeper in range(loop + 1, deepest + 1):
-            graphs.fill(deeper, positions)
-        step.finish(plan.depth)
+            chance = self.exit_chance(hidden_NH[: step.size]) if plan.needs_gate else None
+            graphs.leave(exits.after(loop, chance))
+        step.finish_later(exits.depth)
         return hidden_NH
 
     def _count(self, x_AH: torch.Tensor) -> None:

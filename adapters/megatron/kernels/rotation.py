@@ -36,7 +36,8 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _turn(grad, *ctx.saved_tensors, torch.empty_like(grad), forwards=False), None, None
+        cos, sin = ctx.saved_tensors
+        return _turn(grad, cos, sin, torch.empty_like(grad), forwards=False), None, None
 
 
 class _RotatedHeads(torch.autograd.Function):
@@ -52,11 +53,11 @@ class _RotatedHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        angles = ctx.saved_tensors  # once: recomputed activations can be had only once
+        cos, sin = ctx.saved_tensors  # once: recomputed activations can be had only once
         into = grads[0].new_empty(len(grads[0]), sum(ctx.heads), grads[0].shape[-1])
         *turned, values = into.split(ctx.heads, 1)
         for grad, target in zip(grads, turned, strict=False):
-            _turn(grad, *angles, target, forwards=False)
+            _turn(grad, cos, sin, target, forwards=False)
         values.copy_(grads[2])
         return into.flatten(1), None, None, None, None
 

@@ -11,10 +11,15 @@ A request may begin behind a prefix that another one computed, and which it neve
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from adapters.vllm_engine.worker.later import Later
 
 KEEP_SECONDS = 600.0
 KEEP_REQUESTS = 10_000
@@ -38,6 +43,16 @@ class Record:
     expires: float = field(default_factory=lambda: time.monotonic() + KEEP_SECONDS)
 
 
+@dataclass(frozen=True)
+class _Pending:
+    """Values of a step that the device has not delivered yet."""
+
+    slots: np.ndarray
+    positions: np.ndarray
+    owners: np.ndarray
+    values: Later
+
+
 class Records:
     """Live and finished requests of one worker, by vLLM's internal request id.
 
@@ -55,7 +70,10 @@ class Records:
         self._orders: dict[int, ScoreOrder] = {}
         self._scores: dict[int, np.ndarray] = {}
         self._rows = np.zeros((0, 0, *row_shape), np.uint8)
+        self._pending: deque[_Pending] = deque()
         self.known = np.zeros(0, np.int64)
+        self._ran = np.zeros(0, np.int64)  # as `known`, with values that are pending
+        self._owner = np.zeros(0, np.int64)  # counts the requests that had a slot
         self.reach = np.zeros(0, np.int64)
         self.policies = np.zeros((0, policy_width), np.float64)
 
@@ -81,6 +99,8 @@ class Records:
         self._slots[request_id] = slot
         self._rows[slot, : len(known)] = known
         self.known[slot], self.reach[slot], self.policies[slot] = len(known), reach, policy
+        self._ran[slot] = len(known)
+        self._owner[slot] += 1
         if order is not None:
             self._orders[slot], self._scores[slot] = order, np.full(len(order.targets), np.nan, np.float32)
 
@@ -89,7 +109,14 @@ class Records:
         return np.array([self._slots[r] for r in request_ids], np.int64)
 
     def recorded(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """[tokens, ...] the value each token must have, `unknown` where it never ran before."""
+        """[tokens, ...] the value each token must have, `unknown` where it never ran before.
+
+        Waits for pending values only if one of these tokens ran in a step whose values are pending.
+        """
+        self._settle(wait=bool(((positions >= self.known[slots]) & (positions < self._ran[slots])).any()))
+        return self._known_values(slots, positions)
+
+    def _known_values(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         ran = (positions < self.known[slots]).reshape(-1, *(1 for _ in self.row_shape))
         return np.where(ran, self._rows[slots, positions], self.unknown).astype(np.int64)
 
@@ -106,10 +133,25 @@ class Records:
             )
         self._rows[slot, first : first + len(rows)] = rows
         self.known[slot] = first + len(rows)
+        self._ran[slot] = max(self._ran[slot], self.known[slot])
+
+    def record_later(self, slots: np.ndarray, positions: np.ndarray, values: Later) -> None:
+        """Stores what ran, [n], when the device delivers it; for requests that are gone by then, nowhere."""
+        np.maximum.at(self._ran, slots, positions + 1)
+        self._pending.append(_Pending(slots, positions, self._owner[slots], values))
+        self._settle(wait=False)
+
+    def _settle(self, *, wait: bool) -> None:
+        """Stores pending values, step by step, up to the first that is not here; or waits for all of them."""
+        while self._pending and (wait or self._pending[0].values.is_here):
+            pending = self._pending.popleft()
+            same = self._owner[pending.slots] == pending.owners
+            values = pending.values.get().astype(np.int64)
+            self.record(pending.slots[same], pending.positions[same], values[same])
 
     def record(self, slots: np.ndarray, positions: np.ndarray, values: np.ndarray) -> None:
         """Stores what ran. Raises RuntimeError if a recorded token ran otherwise, or a position was skipped."""
-        recorded = self.recorded(slots, positions)
+        recorded = self._known_values(slots, positions)
         differs = (recorded != self.unknown) & (recorded != values)
         if (wrong := np.flatnonzero(_anywhere(differs))).size:
             t = wrong[0]
@@ -118,6 +160,7 @@ class Records:
             )
         self._rows[slots, positions] = values
         np.maximum.at(self.known, slots, positions + 1)
+        np.maximum.at(self._ran, slots, positions + 1)
 
     def order(self, slot: int) -> ScoreOrder | None:
         return self._orders.get(slot)
@@ -130,6 +173,8 @@ class Records:
         slot = self._slots.pop(request_id, None)
         if slot is None:
             return
+        self._settle(wait=False)  # what its tokens ran is here, for its last token is
+        self._owner[slot] += 1
         scores = tuple(self._scores.pop(slot, np.zeros(0, np.float32)).tolist())
         self._orders.pop(slot, None)
         self._finished[request_id] = Record(trace=self._rows[slot, : self.known[slot]].tobytes(), scores=scores)
@@ -162,7 +207,7 @@ class Records:
         new_slots, new_capacity = max(num_slots, 2 * have_slots), max(capacity, have_capacity)
         grow, flat = (0, new_slots - have_slots), ((0, 0),) * len(self.row_shape)
         self._rows = np.pad(self._rows, (grow, (0, new_capacity - have_capacity), *flat), constant_values=self.unknown)
-        self.known = np.pad(self.known, grow)
+        self.known, self._ran, self._owner = (np.pad(each, grow) for each in (self.known, self._ran, self._owner))
         self.reach = np.pad(self.reach, grow)
         self.policies = np.pad(self.policies, (grow, (0, 0)))
 

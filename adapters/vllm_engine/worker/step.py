@@ -16,6 +16,7 @@ import torch
 from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from adapters.vllm_engine.worker.later import Later
 from adapters.vllm_engine.worker.records import CacheRows, Records
 
 
@@ -59,6 +60,11 @@ class Step:
             self._cache_rows.write(self._host_cache_slots(self.request, self.position), values)
             self._adopt_prefixes(self._cache_rows)
         self._records.record(self.slots, self.position, values)
+
+    def finish_later(self, values: torch.Tensor) -> None:
+        """As `finish`, of values [n] on the model's device: nobody waits for them now."""
+        assert self._cache_rows is None
+        self._records.record_later(self.slots, self.position, Later(values))
 
     def place_handed_over(self, indices: Iterable[int]) -> None:
         """Puts what handed over prompts ran beside their keys and values, which another engine wrote into the cache."""

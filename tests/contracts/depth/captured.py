@@ -56,14 +56,6 @@ def without_held_rows() -> None:
     DecodeGraphs._hold = lambda self, index, stays, k, v: (k, v)  # type: ignore[method-assign]
 
 
-def without_filling() -> None:
-    """Planes of loops that nobody runs stay empty."""
-    from providers.ouro.decode_graphs import DecodeGraphs
-
-    through_graphs()
-    DecodeGraphs.fill = lambda *args: None  # type: ignore[method-assign]
-
-
 def without_leaving() -> None:
     """A row that left goes on computing, and its last state is lost."""
     from providers.ouro.decode_graphs import DecodeGraphs
@@ -72,4 +64,20 @@ def without_leaving() -> None:
     DecodeGraphs.leave = lambda *args: None  # type: ignore[method-assign]
 
 
-MUTATIONS = {function.__name__: function for function in (without_held_rows, without_filling, without_leaving)}
+def with_another_rule() -> None:
+    """The device adds up chances to leave without what is left to leave."""
+    import torch
+
+    from providers.ouro.device_exits import DeviceExits
+
+    through_graphs()
+    after = DeviceExits.after
+
+    def changed(self: Any, loop: int, chance: Any) -> Any:
+        self._survival = torch.ones_like(self._survival)
+        return after(self, loop, chance)
+
+    DeviceExits.after = changed  # type: ignore[method-assign]
+
+
+MUTATIONS = {function.__name__: function for function in (without_held_rows, without_leaving, with_another_rule)}

@@ -1,0 +1,72 @@
+"""What tokens ran arrives from the device later: nobody waits without need, and nothing lands at another's place."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from adapters.vllm_engine.worker.records import Records
+
+
+class Held:
+    """A device that delivers when it is told to, or when somebody waits for it."""
+
+    def __init__(self, *values: int) -> None:
+        self.values, self.is_here, self.waited = np.array(values, np.uint8), False, False
+
+    def get(self) -> np.ndarray:
+        self.waited |= not self.is_here
+        return self.values
+
+
+def records(*names: str) -> Records:
+    made = Records(policy_width=1)
+    for name in names:
+        made.open(name, known=np.array([4], np.uint8), capacity=6, reach=4, policy=(0.0,))
+    return made
+
+
+def test_a_decode_step_waits_for_nothing() -> None:
+    """The next positions are unknown while the last ones are pending; delivered values are stored in their order."""
+    table, first, second = records("a", "b"), Held(2, 3), Held(4, 1)
+    slots = table.slots(["a", "b"])
+    table.record_later(slots, np.array([1, 1]), first)
+    assert (table.recorded(slots, np.array([2, 2])) == 0).all()
+    table.record_later(slots, np.array([2, 2]), second)
+    second.is_here = True
+    assert (table.recorded(slots, np.array([3, 3])) == 0).all() and (table.known[slots] == 1).all()
+    first.is_here = True
+    assert (table.recorded(slots, np.array([3, 3])) == 0).all() and (table.known[slots] == 3).all()
+    assert not first.waited and not second.waited
+    assert [table.take(name).trace for name in "ab"] == [bytes([4, 2, 4]), bytes([4, 3, 1])]
+
+
+def test_a_recomputed_token_waits_for_what_it_ran() -> None:
+    table, held = records("a", "b"), Held(2, 3)
+    slots = table.slots(["a", "b"])
+    table.record_later(slots, np.array([1, 1]), held)
+    assert table.recorded(slots[:1], np.array([1])).tolist() == [2] and held.waited
+
+
+def test_values_of_a_request_that_is_gone_land_nowhere() -> None:
+    """A step that was under way when its request ended: the slot's next owner keeps what it has."""
+    table, first, late = records("a"), Held(2), Held(3)
+    slots = table.slots(["a"])
+    table.record_later(slots, np.array([1]), first)
+    table.record_later(slots, np.array([2]), late)
+    first.is_here = True
+    assert table.take("a").trace == bytes([4, 2])
+    table.open("next", known=np.array([4, 4, 4, 4], np.uint8), capacity=6, reach=4, policy=(0.0,))
+    assert table.slots(["next"]).tolist() == slots.tolist()
+    late.is_here = True
+    assert table.recorded(slots, np.array([2])).tolist() == [4]
+    assert table.take("next").trace == bytes([4, 4, 4, 4])
+
+
+def test_what_runs_otherwise_than_recorded_is_still_an_error() -> None:
+    table, wrong = records("a"), Held(3)
+    slots = table.slots(["a"])
+    table.record(slots, np.array([1]), np.array([2]))
+    wrong.is_here = True
+    with pytest.raises(RuntimeError, match="position 1 ran as 3, its record says 2"):
+        table.record_later(slots, np.array([1]), wrong)
