@@ -15,20 +15,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from vllm.compilation.cuda_graph import CUDAGraphOptions, CUDAGraphWrapper
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import get_forward_context
 
-if TYPE_CHECKING:
-    from providers.ouro.engine_layers import OuroModel
-
 
 def is_replayable() -> bool:
     """Whether vLLM runs this forward as a captured decode step, or captures one."""
     return get_forward_context().cudagraph_runtime_mode == CUDAGraphMode.FULL
+
+
+class Looped(Protocol):
+    """What is captured of a model: its layers, each loop's planes of attention, and the norm that ends a loop."""
+
+    num_loops: int
+    layers: Any
+    planes: Any
+    norm: Any
 
 
 class DecodeGraphs:
@@ -41,7 +47,7 @@ class DecodeGraphs:
         kv_width: C.
     """
 
-    def __init__(self, model: OuroModel, vllm_config: VllmConfig, *, hidden_size: int, kv_width: int) -> None:
+    def __init__(self, model: Looped, vllm_config: VllmConfig, *, hidden_size: int, kv_width: int) -> None:
         rows, layers = vllm_config.compilation_config.max_cudagraph_capture_size, len(model.layers)
         self.hidden_NH = torch.zeros(rows, hidden_size)
         self.stays_N1 = torch.ones(rows, 1, dtype=torch.bool)
