@@ -15,6 +15,11 @@ Item = TypeVar("Item")
 Value = TypeVar("Value")
 
 
+def available() -> int:
+    """How many threads share the work of this process at most."""
+    return min(MOST_THREADS, len(os.sched_getaffinity(0)))
+
+
 def spread(function: Callable[[Item], Value], items: Sequence[Item], *, sizes: Sequence[int]) -> list[Value]:
     """`[function(item) for item in items]`, on several threads, which end before it returns.
 
@@ -22,7 +27,7 @@ def spread(function: Callable[[Item], Value], items: Sequence[Item], *, sizes: S
         function: releases the interpreter lock while it works.
         sizes: in bytes, of each item: the largest are begun first, and little work stays on this thread.
     """
-    threads = min(MOST_THREADS, len(os.sched_getaffinity(0)), len(items))
+    threads = min(available(), len(items))
     if threads <= 1 or sum(sizes) < WORTH_THREADS:
         return [function(item) for item in items]
     order = sorted(range(len(items)), key=lambda i: -sizes[i])

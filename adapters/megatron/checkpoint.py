@@ -26,8 +26,8 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from adapters.megatron import checkpoint_files as files
+from adapters.megatron import checkpoint_gather, generators
 from adapters.megatron import checkpoint_state as contents
-from adapters.megatron import generators
 from adapters.megatron.checkpoint_files import Retention
 from adapters.megatron.checkpoint_writer import Writing
 from adapters.megatron.runtime import device, raise_together
@@ -215,6 +215,7 @@ def _prepared(directory: Path, update: int) -> Path:
 
 
 def _start(staging: Path, trainer: Trainer, format: str) -> Writing:
+    checkpoint_gather.gather_without_copies()
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     return Writing(
         contents.state(trainer, format, is_loading=False, with_generators=True),

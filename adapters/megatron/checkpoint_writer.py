@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
+from adapters import threads
 from adapters.megatron import checkpoint_files
 
 _WRITE_ARGUMENTS = ["transform_list", "local_proc_idx", "write_bucket", "results_queue", "count_queue", "use_fsync"]
@@ -44,7 +45,7 @@ class Writing:
         self._request = dist_checkpointing.save(
             state,
             str(path),
-            sharded_strategy=FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), group),
+            sharded_strategy=FullyParallelSaveStrategyWrapper(_strategy(), group),
             content_metadata=metadata,
             async_sharded_save=True,
             # From 0.17 on the default asks for another package.
@@ -83,14 +84,27 @@ class Writing:
 
     def _write(self, buckets: list[Any]) -> None:
         try:
-            results: dict[int, Any] = {}
-            for index, bucket in enumerate(buckets):
-                results[index] = _write_file(self._request.async_fn.args[0], index, bucket)
-            # The digests too: reading back is most of what would otherwise hold up training.
-            self.facts = checkpoint_files.facts(self._path, [name for _, name, _ in buckets])
+            written = threads.spread(self._write_file, list(enumerate(buckets)), sizes=[_size(b) for b in buckets])
+            results = {index: outcome for index, (outcome, _) in enumerate(written)}
+            self.facts = {name: fact for _, facts in written for name, fact in facts.items()}
             self._request.async_fn_args[2].put(results)
         except BaseException as error:
             self._error = error
+
+    def _write_file(self, numbered: tuple[int, Any]) -> tuple[Any, dict[str, tuple[int, str]]]:
+        """A file, synced; its digest too: reading back is most of what would otherwise hold up training."""
+        index, bucket = numbered
+        outcome = _write_file(self._request.async_fn.args[0], index, bucket)
+        return outcome, checkpoint_files.facts(self._path, [bucket[1]])
+
+
+def _strategy() -> TorchDistSaveShardedStrategy:
+    """Megatron's way to store tensors; one file for each thread that will write."""
+    return TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=threads.available())
+
+
+def _size(bucket: Any) -> int:
+    return sum(tensor.nbytes for _, tensor in bucket[2][1])
 
 
 def _snapshot(request: Any, live_storages: set[int]) -> list[Any]:

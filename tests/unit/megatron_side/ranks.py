@@ -77,8 +77,9 @@ def resumed(folder: Path) -> dict[str, Any]:
 
 
 def data_parallel(folder: Path) -> dict[str, Any]:
-    """Two data-parallel ranks: uneven samples, one sample, a checkpoint, and errors on one rank only."""
+    """Two data-parallel ranks: uneven samples, one sample, checkpoints, and errors on one rank only."""
     from adapters.megatron import checkpoint
+    from adapters.megatron.optimizer import DataParallelSettings
 
     found = {"seven": measure(make_trainer(folder / "model")), "one": measure(make_trainer(folder / "model"), 1)}
     found["losses"] = losses(folder)
@@ -86,6 +87,11 @@ def data_parallel(folder: Path) -> dict[str, Any]:
     checkpoint.load(folder / "alone", trainer)
     found["loaded"] = tensors_of(trainer)
     checkpoint.save(folder / "two_to_one", trainer, {"from": "two ranks"})
+    parallel = DataParallelSettings(overlap_grad_reduce=True, overlap_param_gather=True, bucket_elements=20_000)
+    in_buckets = make_trainer(folder / "model", load=False, parallel=parallel)
+    checkpoint.load(folder / "alone", in_buckets)
+    found["buckets"] = len(in_buckets.ddp.buffers[0].buckets)
+    checkpoint.save(folder / "in_buckets", in_buckets, {})
     found |= _errors(trainer)
     found["after errors"] = trainer.train(make_samples(5, seed=3))
     return found

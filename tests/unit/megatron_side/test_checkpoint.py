@@ -67,7 +67,7 @@ def test_nothing_to_load(tiny_ouro: Path, tmp_path: Path) -> None:
 
 
 def replicated(path: Path, **options: Any) -> Any:
-    """A trainer whose moments are not gathered for a save: what is written is the memory that training writes to."""
+    """A trainer whose moments every rank has whole."""
     from adapters.megatron.optimizer import DataParallelSettings
 
     return make_trainer(path, parallel=DataParallelSettings(distributed_optimizer=False), **options)
@@ -84,9 +84,10 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.parametrize("optimizer", ["distributed", "replicated"])
 @pytest.mark.parametrize("mutation", [None, "no copy"])
 def test_training_goes_on_while_a_checkpoint_is_written(
-    tiny_ouro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mutation: str | None
+    tiny_ouro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mutation: str | None, optimizer: str
 ) -> None:
     """It holds the state of the moment it was begun, and is no checkpoint before it is complete.
 
@@ -97,7 +98,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     from adapters.megatron import checkpoint, checkpoint_state
     from tests.layouts.ranks import Gate
 
-    trainer, gate = replicated(tiny_ouro), Gate()
+    trainer, gate = (replicated if optimizer == "replicated" else make_trainer)(tiny_ouro), Gate()
     trainer.train(make_samples(5))
     want = stored(checkpoint.save(tmp_path / "want", trainer, {}))
     if mutation:

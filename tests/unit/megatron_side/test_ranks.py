@@ -119,6 +119,7 @@ def test_checkpoint_keys_are_hugging_face_names(folder: Path) -> None:
     trained = [name for name in weights if "early_exit_gate" not in name]
     states = {f"optimizer.state.{kind}.{name}" for name in trained for kind in ("param", "exp_avg", "exp_avg_sq")}
     assert tensors.keys() == weights.keys() | states
+    assert all(torch.equal(tensors[f"optimizer.state.param.{name}"], weights[name]) for name in trained), "fp32"
 
 
 @pytest.mark.parametrize(("layout", "name"), [("data_parallel", "two_to_one"), ("tensor_parallel", "halves")])
@@ -129,6 +130,12 @@ def test_checkpoints_cross_layouts(folder: Path, layout: str, name: str) -> None
     assert equal(there["loaded"], before["saved"]) and equal(back[name]["weights"], before["saved"])
     assert equal(stored(folder / name), original) and equal(stored(folder / f"{name}_again"), original)
     assert back[name]["metrics"] == before["metrics"]
+
+
+def test_a_bucket_is_gathered_in_its_place(folder: Path) -> None:
+    """State in many buckets, each cut in two between the ranks, is stored as one process stores what it never cut."""
+    assert findings(folder, "data_parallel")["buckets"] > 3
+    assert equal(stored(folder / "in_buckets"), stored(folder / "alone"))
 
 
 def test_an_error_on_one_rank_is_an_error_on_all(folder: Path) -> None:
