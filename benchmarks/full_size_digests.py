@@ -6,11 +6,14 @@ python -m benchmarks.full_size_digests CHECKPOINT OUTPUT [--parameters]
 from __future__ import annotations
 
 import json
+import math
 import sys
+import threading
 from pathlib import Path
 
 import torch
 
+from adapters import threads
 from adapters.hf_convert.digest import tensor_digest
 from adapters.megatron.checkpoint_reader import CheckpointReader
 from tether.stored import OPTIMIZER_PREFIX
@@ -19,10 +22,17 @@ from tether.stored import OPTIMIZER_PREFIX
 def main() -> int:
     checkpoint, output = map(Path, sys.argv[1:3])
     only_parameters = "--parameters" in sys.argv[3:]
-    reader = CheckpointReader(checkpoint)
+    reader, one_at_a_time = CheckpointReader(checkpoint), threading.Lock()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def digest(name: str) -> str:
+        [(_, tensor)] = reader.read([name])  # which takes the time
+        with one_at_a_time:
+            return tensor_digest(tensor.to(device))
+
     names = [name for name in sorted(reader.shapes) if not (only_parameters and name.startswith(OPTIMIZER_PREFIX))]
-    output.write_text(json.dumps({name: tensor_digest(tensor.to(device)) for name, tensor in reader.read(names)}))
+    sizes = [math.prod(reader.shapes[name]) * reader.dtypes[name].itemsize for name in names]
+    output.write_text(json.dumps(dict(zip(names, threads.spread(digest, names, sizes=sizes), strict=True))))
     return 0
 
 

@@ -13,11 +13,11 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from adapters import threads
 from adapters.durable import sync
 
 logger = logging.getLogger(__name__)
@@ -85,9 +85,10 @@ def facts(directory: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:
 
 
 def _digests(directory: Path, names: Iterable[str]) -> dict[str, str]:
+    """Digests of files by name. One that is missing or cannot be read is an OSError."""
     names = list(names)
-    with ThreadPoolExecutor(4) as executor:
-        return dict(zip(names, executor.map(lambda name: _digest(directory / name), names), strict=True))
+    sizes = [(directory / name).stat().st_size for name in names]
+    return dict(zip(names, threads.spread(lambda name: _digest(directory / name), names, sizes=sizes), strict=True))
 
 
 def _digest(file: Path) -> str:
