@@ -28,7 +28,8 @@ def gather_without_copies() -> None:
     """Patch: what `DistributedOptimizer` hands to a reshardable save is made by `by_parameter`. Idempotent.
 
     Read in Megatron-Core 0.16.1, whose own needs most of a save's time. Keys, shapes and values are the same, and so is
-    the order, which its `load_parameter_state_from_fully_reshardable` follows; templates for loading are its own.
+    the order, which its `load_parameter_state_from_fully_reshardable` follows. On one rank a template for loading is the
+    optimizer's memory too, as it is the parameters'; on several it is Megatron's.
     """
     needed = ("buffers", "gbuf_ranges", "data_parallel_group", "_get_main_param_and_optimizer_states")
     source = inspect.getsource(DistributedOptimizer)
@@ -64,7 +65,7 @@ def by_parameter(optimizer: DistributedOptimizer, model_sharded_state_dict: Any)
 def _saved_or_template(
     self: DistributedOptimizer, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
 ) -> Any:
-    if is_loading:
+    if is_loading and self.data_parallel_group.size() > 1:
         return _theirs(self, model_sharded_state_dict, is_loading, metadata)
     return by_parameter(self, model_sharded_state_dict)
 
