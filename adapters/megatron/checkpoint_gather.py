@@ -28,8 +28,8 @@ def gather_without_copies() -> None:
     """Patch: what `DistributedOptimizer` hands to a reshardable save is made by `by_parameter`. Idempotent.
 
     Read in Megatron-Core 0.16.1, whose own needs most of a save's time. Keys, shapes and values are the same, and so is
-    the order, which its `load_parameter_state_from_fully_reshardable` follows. On one rank a template for loading is the
-    optimizer's memory too, as it is the parameters'; on several it is Megatron's.
+    the order, which its `load_parameter_state_from_fully_reshardable` follows. On one rank the template for a load is
+    the optimizer's memory too, as it is the parameters'; on several it is Megatron's.
     """
     needed = ("buffers", "gbuf_ranges", "data_parallel_group", "_get_main_param_and_optimizer_states")
     source = inspect.getsource(DistributedOptimizer)
