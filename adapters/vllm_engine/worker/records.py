@@ -111,10 +111,15 @@ class Records:
     def recorded(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """[tokens, ...] the value each token must have, `unknown` where it never ran before.
 
-        Waits for pending values only if one of these tokens ran in a step whose values are pending.
+        Waits for pending values only if one of these tokens ran in a step whose values are pending. A later step's may
+        be known already, so what is missing is asked of the rows.
         """
-        self._settle(wait=bool(((positions >= self.known[slots]) & (positions < self._ran[slots])).any()))
-        return self._known_values(slots, positions)
+        self._settle(wait=False)
+        values = self._known_values(slots, positions)
+        if self._pending and ((positions < self._ran[slots]) & _anywhere(values == self.unknown)).any():
+            self._settle(wait=True)
+            values = self._known_values(slots, positions)
+        return values
 
     def _known_values(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         ran = (positions < self.known[slots]).reshape(-1, *(1 for _ in self.row_shape))

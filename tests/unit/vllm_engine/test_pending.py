@@ -48,6 +48,15 @@ def test_a_recomputed_token_waits_for_what_it_ran() -> None:
     assert table.recorded(slots[:1], np.array([1])).tolist() == [2] and held.waited
 
 
+def test_a_pending_token_before_a_known_one_is_waited_for() -> None:
+    """The next step's value was known at once; the token before it must still run again as it did."""
+    table, held = records("a"), Held(2)
+    slots = table.slots(["a"])
+    table.record_later(slots, np.array([1]), held)
+    table.record(slots, np.array([2]), np.array([4]))
+    assert table.recorded(slots[[0, 0]], np.array([1, 2])).tolist() == [2, 4] and held.waited
+
+
 def test_values_of_a_request_that_is_gone_land_nowhere() -> None:
     """A step that was under way when its request ended: the slot's next owner keeps what it has."""
     table, first, late = records("a"), Held(2), Held(3)
