@@ -128,14 +128,6 @@ def update_phases(record: Record) -> Rows:
     return ["update", "depth", *(f"{phase} s" for phase in phases)], rows
 
 
-def kernels(record: Record, path: tuple[str, ...], count: int = 6) -> str:
-    """ "name 12 ms, ..." of the largest kernels that a profile found at this place of the results."""
-    found: Any = record["results"]
-    for name in path:
-        found = found[int(name)] if isinstance(found, list) else found[name]
-    return ", ".join(f"{_short(k['name'])} {k['ms']:.1f} ms" for k in found["kernels"]["top"][:count])
-
-
 def _short(name: str) -> str:
     """A kernel's name without its template arguments."""
     name = name.removeprefix("void ").replace("at::native::", "")
