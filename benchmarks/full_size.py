@@ -1,7 +1,7 @@
 """The recipe at a real shape with random weights, as a user would run it: updates, resume, export, verification.
 
     python -m benchmarks.full_size --model ouro-1.4b   [--part recipe|one-slot|all] [--folder DIR ...]
-    python -m benchmarks.full_size --model olmoe-1b-7b                              (two devices)
+    python -m benchmarks.full_size --model olmoe-1b-7b                              (olmoe-1b-7b-ep2: two devices)
 
 recipe    GRPO updates by the driver; it is killed in the middle and a fresh process resumes; the export, verified; and
           how far trainer and engine are apart in each update, beside the trainer's own error in bf16
