@@ -54,6 +54,7 @@ class HFDirectory:
             raise ValueError(f"{self.path}: no such directory, expected a Hugging Face model directory")
         self.config = read_json(self.path / CONFIG)
         self._files: dict[str, Any] = {}
+        self._places: dict[str, dict[str, tuple[int, int]]] = {}
         self.tensors = self._indexed() if (self.path / INDEX).exists() else self._headers(SINGLE)
 
     def read(self, name: str) -> torch.Tensor:
@@ -71,11 +72,10 @@ class HFDirectory:
         if dtype is None:
             return self.read(name).clone()
         tensor = torch.empty(info.shape, dtype=dtype)
+        first, end = self._places_in(info.file)[name]
+        assert end - first == tensor.nbytes, f"{self.path / info.file}: header of {name!r}"
         with (self.path / info.file).open("rb") as file:
-            header_size = int.from_bytes(file.read(8), "little")
-            first, end = json.loads(file.read(header_size))[name]["data_offsets"]
-            assert end - first == tensor.nbytes, f"{self.path / info.file}: header of {name!r}"
-            file.seek(8 + header_size + first)
+            file.seek(first)
             got = file.readinto(tensor.reshape(-1).view(torch.uint8).numpy().data) if tensor.numel() else 0
         if got != tensor.nbytes:
             raise ValueError(f"{self.path / info.file}: ends within {name!r}; it is truncated, copy it again")
@@ -126,6 +126,17 @@ class HFDirectory:
                     "copy it again"
                 ) from error
         return self._files[file]
+
+    def _places_in(self, file: str) -> dict[str, tuple[int, int]]:
+        """Of each tensor of a file, where its bytes begin and end. The header is parsed once: it lists all of them."""
+        if file not in self._places:
+            with (self.path / file).open("rb") as opened:
+                size = int.from_bytes(opened.read(8), "little")
+                header = json.loads(opened.read(size))
+            header.pop("__metadata__", None)
+            begins_and_ends = {name: entry["data_offsets"] for name, entry in header.items()}
+            self._places[file] = {name: (8 + size + a, 8 + size + b) for name, (a, b) in begins_and_ends.items()}
+        return self._places[file]
 
     def _headers(self, file: str) -> dict[str, TensorInfo]:
         if not (self.path / file).is_file():
