@@ -18,6 +18,7 @@ CPU = (
 )
 CUDA = (
     ["rollout"],
+    ["rollout", "--model", "olmoe-1b-7b"],
     ["disaggregated"],
     *(["publication", "--device", "cuda", "--staging", staging] for staging in ("host", "shadow", "ipc")),
     ["train_replay", "--profile"],

@@ -11,21 +11,38 @@ Rows = tuple[list[str], list[list[str]]]
 
 
 def rollout(record: Record) -> Rows:
-    """Tokens per second of each engine, beside the bytes that must be moved."""
+    """Tokens per second of each engine and depth, beside the bytes that must be moved."""
     rows = [
-        [
-            row["engine"],
-            row["policy"],
-            f"{row['requests']} x {row['response']}",
-            f"{row['depth_mean']:.2f}",
-            f"{(speed := statistics.median(row['tokens_per_second'])):,.0f}",
-            f"{min(row['tokens_per_second']):,.0f} .. {max(row['tokens_per_second']):,.0f}",
-            f"{row['limit_tokens_per_second']:,.0f}",
-            f"{100 * speed / row['limit_tokens_per_second']:.0f} %",
-        ]
+        [row["engine"], row["policy"], _requests(row), f"{row['depth_mean']:.2f}", *_speed(row)]
         for row in record["results"]["rows"]
     ]
-    return ["engine", "depth", "requests", "mean loops", "tokens/s", "from .. to", "limit", "of it"], rows
+    return ["engine", "depth", "requests", "mean loops", *SPEED], rows
+
+
+def rollout_experts(record: Record) -> Rows:
+    """The same of a model with experts: how many of them a layer must read."""
+    rows = [
+        [row["engine"], _requests(row), f"{row['experts_read']:.1f}", *_speed(row)] for row in record["results"]["rows"]
+    ]
+    return ["engine", "requests", "experts read", *SPEED], rows
+
+
+SPEED = ["tokens/s", "from .. to", "limit", "of it"]
+
+
+def _requests(row: Record) -> str:
+    return f"{row['requests']} x {row['response']}"
+
+
+def _speed(row: Record) -> list[str]:
+    speeds, limit = row["tokens_per_second"], row["limit_tokens_per_second"]
+    median = statistics.median(speeds)
+    return [
+        f"{median:,.0f}",
+        f"{min(speeds):,.0f} .. {max(speeds):,.0f}",
+        f"{limit:,.0f}",
+        f"{100 * median / limit:.0f} %",
+    ]
 
 
 def rollout_steps(record: Record) -> Rows:

@@ -47,11 +47,58 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def write(name: str, *, command: str, settings: dict[str, Any], results: Any, commit_id: str | None = None) -> Path:
-    """benchmarks/results/NAME.json. Returns its path.
+class Recording:
+    """The record of a run that goes on: written whenever something was measured, so that being cut off loses one part.
+
+    Until `finish` the record says that it is incomplete, and so do the tables that are made from it.
+    """
+
+    def __init__(
+        self, name: str, *, command: str, settings: dict[str, Any], commit_id: str | None = None, is_kept: bool = True
+    ) -> None:
+        """
+        Args:
+            commit_id: see `write`. Without it git is asked, once: what is written then changes the working tree.
+            is_kept: False measures without writing anything, of any working tree.
+
+        Raises:
+            RuntimeError: as `commit` does, before anything was measured.
+        """
+        self.results: dict[str, Any] = {}
+        self._commit = (commit_id or commit()) if is_kept else None
+        self._about: dict[str, Any] = {"name": name, "command": command, "settings": settings}
+
+    def save(self, **more: Any) -> None:
+        """Puts more into the results, and writes what there is."""
+        self.results |= more
+        self._write(complete=False)
+
+    def finish(self, **more: Any) -> None:
+        """The same, of a run that measured all it was asked for."""
+        self.results |= more
+        if (path := self._write(complete=True)) is not None:
+            print(path, flush=True)
+
+    def _write(self, *, complete: bool) -> Path | None:
+        if self._commit is None:
+            return None
+        return write(**self._about, results=self.results, commit_id=self._commit, complete=complete)
+
+
+def write(
+    name: str,
+    *,
+    command: str,
+    settings: dict[str, Any],
+    results: Any,
+    commit_id: str | None = None,
+    complete: bool = True,
+) -> Path:
+    """benchmarks/results/NAME.json, replaced as a whole. Returns its path.
 
     Args:
         commit_id: what is measured, where the working tree came without its git directory.
+        complete: whether all was measured that the command asks for.
     """
     versions = {}
     for package in _PACKAGES:
@@ -63,6 +110,7 @@ def write(name: str, *, command: str, settings: dict[str, Any], results: Any, co
         "name": name,
         "command": command,
         "commit": commit_id or commit(),
+        "complete": complete,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": device(),
         "versions": {"python": platform.python_version(), **versions},
@@ -71,7 +119,9 @@ def write(name: str, *, command: str, settings: dict[str, Any], results: Any, co
     }
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    staging = path.with_suffix(".json.new")  # a run may be cut off while it writes
+    staging.write_text(json.dumps(record, indent=1) + "\n")
+    staging.replace(path)
     return path
 
 

@@ -164,6 +164,7 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "disaggregated_cuda": with_source(performance_tables.disaggregated),
     "rollout_cuda": with_source(performance_tables.rollout),
     "rollout_cuda.steps": with_source(performance_tables.rollout_steps),
+    "rollout_olmoe_cuda": with_source(performance_tables.rollout_experts),
     "train_replay_cuda": with_source(performance_tables.train_replay),
     "logprob_cuda": with_source(performance_tables.logprob),
     "olmoe_train_cuda": with_source(performance_tables.olmoe_train),
@@ -217,7 +218,8 @@ def _markdown(head: list[str], rows: list[list[str]]) -> str:
 
 
 def _source(record: Record) -> str:
-    return f"`{record['command']}` at {record['commit'][:12]}, {record['date'][:10]}, {record['device']}"
+    complete = "" if record.get("complete", True) else "**incomplete**, ended before all was measured: "
+    return f"{complete}`{record['command']}` at {record['commit'][:12]}, {record['date'][:10]}, {record['device']}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,7 +1,11 @@
-"""Benchmarks that a run on a device pays for run to their end at tiny size before they are sent there."""
+"""Benchmarks that a run on a device pays for run to their end at tiny size before they are sent there.
+
+What they say of a limit is worked out here by hand, and a run that was cut off has a record that says so.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -9,6 +13,10 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from benchmarks import record, tables
+from benchmarks.rollout_limits import experts_read, limit
+from benchmarks.shapes import config_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,3 +32,78 @@ def test_runs_at_tiny_size(module: str) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads("{" + done.stdout.strip().splitlines()[-1].partition("{")[2])
     assert sorted((ROOT / "benchmarks" / "results").iterdir()) == before
+
+
+@pytest.mark.slow
+def test_rollouts_of_olmoe_run_beside_vllms_own_model() -> None:
+    """A line for each case of both engines; the peer itself refuses to measure another class than vLLM's."""
+    command = [sys.executable, "-m", "benchmarks.rollout", "--tiny", "--model", "olmoe-1b-7b", "--repeats", "1"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line.split()[0] for line in done.stdout.splitlines() if "tokens/s" in line]
+    assert lines == ["graphs"] * 3 + ["peer"] * 3, done.stdout
+
+
+def test_experts_that_are_read_are_those_of_all_choices() -> None:
+    """Two tokens of tiny-olmoe choose 2 of 8 experts each: counted over every pair of choices."""
+    choices = [set(each) for each in itertools.combinations(range(8), 2)]
+    counted = [len(one | other) for one in choices for other in choices]
+    assert experts_read(config_of("tiny-olmoe"), 2) == pytest.approx(sum(counted) / len(counted), rel=1e-12)
+    assert experts_read(config_of("tiny-ouro"), 2) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "loops", "read_bytes", "prompt_flops", "token_bytes"),
+    [
+        # Width 2048, attention 4 x 2048^2; Ouro: 24 layers, 3 x 5632 x 2048; OLMoE: 16 layers, a router of 64 rows and
+        # 8 experts of 3 x 1024 x 2048, all that one token reads. In bf16; keys and values of 16 heads of 128.
+        (
+            "ouro-1.4b",
+            2.0,
+            2 * (2 * 24 * (4 * 2048**2 + 3 * 5632 * 2048) + 49152 * 2048),
+            2 * (4 * 24 * (4 * 2048**2 + 3 * 5632 * 2048) * 128 + 49152 * 2048),
+            2 * 2 * 2048 * 24 * 2,
+        ),
+        (
+            "olmoe-1b-7b",
+            1.0,
+            2 * (16 * (4 * 2048**2 + 64 * 2048 + 8 * 3 * 1024 * 2048) + 50304 * 2048),
+            2 * (16 * (4 * 2048**2 + 64 * 2048 + 8 * 3 * 1024 * 2048) * 128 + 50304 * 2048),
+            2 * 2 * 2048 * 16,
+        ),
+    ],
+)
+def test_limit_of_one_request(name: str, loops: float, read_bytes: int, prompt_flops: int, token_bytes: int) -> None:
+    """100 tokens behind a prompt of 128: the weights at each, and keys and values of 178 tokens in the mean."""
+    row = {"requests": 1, "response": 100, "depth_mean": loops}
+    seconds = 100 * (read_bytes + 178 * token_bytes) / 4e12 + prompt_flops / 8e14
+    machine = {"bytes_per_second": 4e12, "flops_per_second": 8e14}
+    assert limit(row, config_of(name), machine) == pytest.approx(100 / seconds, rel=1e-12)
+
+
+def test_record_of_a_run_that_was_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written after every part; record and table call it incomplete until the end, and nothing else is left behind."""
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    path, text = tmp_path / "rollout_olmoe_cuda.json", "<!-- table rollout_olmoe_cuda -->\n<!-- end -->"
+    assert "Not measured yet." in tables.render(text)
+    recording = record.Recording("rollout_olmoe_cuda", command="measure", settings={}, commit_id="f" * 40)
+    assert not path.exists()
+    row = {"engine": "peer", "requests": 32, "response": 256, "experts_read": 63.1, "limit_tokens_per_second": 200.0}
+    recording.save(rows=[{**row, "tokens_per_second": [90.0, 110.0]}])
+    assert json.loads(path.read_text())["complete"] is False
+    assert "| peer | 32 x 256 | 63.1 | 100 | 90 .. 110 | 200 | 50 % |" in tables.render(text)
+    assert "**incomplete**" in tables.render(text)
+    recording.finish(last=1)
+    assert json.loads(path.read_text())["results"].keys() == {"rows", "last"}
+    assert "incomplete" not in tables.render(text)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_nothing_is_written_where_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    recording = record.Recording("any", command="", settings={}, is_kept=False)
+    recording.save(rows=[])
+    recording.finish()
+    assert not list(tmp_path.iterdir())
