@@ -5,7 +5,7 @@
 One trainer process with a random bf16 Ouro of about 100 million parameters, fp32 masters and moments: 14 bytes each.
 Writes benchmarks/results/checkpoint_cpu.json, or checkpoint_cuda.json where there is a CUDA device. `stall` is how long
 training stands still, `duration` how long until a checkpoint is durable; all files are synced to disk. The asynchronous
-ones are written while an update is made.
+ones are written while an update is made. The record is written after every round.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,21 +45,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--commit", help="of a working tree without git, as on a lent machine")
     parser.add_argument("--no-record", action="store_true", help="print only; the working tree may differ from HEAD")
     arguments = parser.parse_args(argv)
-    if not (arguments.no_record or arguments.commit):
-        record.commit()
+    recording = record.Recording(
+        "checkpoint_cuda" if torch.cuda.is_available() else "checkpoint_cpu",
+        command=f"python -m benchmarks.checkpoint --repeats {arguments.repeats} --layers {arguments.layers}",
+        settings={**SHAPE, "dtype": "bfloat16"},
+        commit_id=arguments.commit,
+        is_kept=not arguments.no_record,
+    )
     torch.set_num_threads(1)
-    results = measure(arguments.layers, arguments.repeats)
-    print(results)
-    if not arguments.no_record:
-        command = f"python -m benchmarks.checkpoint --repeats {arguments.repeats} --layers {arguments.layers}"
-        name = "checkpoint_cuda" if torch.cuda.is_available() else "checkpoint_cpu"
-        settings = {**SHAPE, "dtype": "bfloat16"}
-        print(record.write(name, command=command, settings=settings, results=results, commit_id=arguments.commit))
+    for results in measure(arguments.layers, arguments.repeats):
+        recording.save(**results)
+        print(results, flush=True)
+    recording.finish()
     return 0
 
 
-def measure(layers: int, repeats: int) -> dict[str, Any]:
-    """The first round is warm-up and dropped."""
+def measure(layers: int, repeats: int) -> Iterator[dict[str, Any]]:
+    """Figures of all rounds so far, after each; the first round is warm-up and dropped."""
     from adapters.megatron import runtime
 
     runtime.initialize(runtime.RuntimeSettings())
@@ -67,20 +69,23 @@ def measure(layers: int, repeats: int) -> dict[str, Any]:
         folder = Path(name)
         model = write_ouro(folder / "model", num_hidden_layers=layers, dtype=torch.bfloat16, **SHAPE)
         trainer = make_trainer(model, dtype=torch.bfloat16)
-        rounds = [one_round(trainer, folder / "round") for _ in range(repeats + 1)][1:]
         num_parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+        one_round(trainer, folder / "round")
+        rounds = []
+        for _ in range(repeats):
+            num_bytes, seconds = one_round(trainer, folder / "round")
+            rounds.append(seconds)
+            yield {
+                "num_parameters": num_parameters,
+                "num_bytes": num_bytes,
+                "seconds": {key: record.spread([r[key] for r in rounds]) for key in seconds},
+                "ratio_to_torch_save": record.spread([r["reshardable save"] / r["torch.save"] for r in rounds]),
+            }
     runtime.shutdown()
-    num_bytes = rounds[0].pop("num_bytes")
-    return {
-        "num_parameters": num_parameters,
-        "num_bytes": num_bytes,
-        "seconds": {key: record.spread([r[key] for r in rounds]) for key in rounds[0]},
-        "ratio_to_torch_save": record.spread([r["reshardable save"] / r["torch.save"] for r in rounds]),
-    }
 
 
-def one_round(trainer: Any, folder: Path) -> dict[str, float]:
-    """Every way once, on one state; update times are of the updates made meanwhile."""
+def one_round(trainer: Any, folder: Path) -> tuple[int, dict[str, float]]:
+    """Every way once, on one state: its bytes, and seconds; update times are of the updates made meanwhile."""
     from adapters.megatron import checkpoint
 
     seconds: dict[str, float] = {}
@@ -101,7 +106,7 @@ def one_round(trainer: Any, folder: Path) -> dict[str, float]:
         seconds[f"{format} async: stall"] = saved.stall_seconds
         seconds[f"{format} async: duration"] = saved.duration_seconds
     shutil.rmtree(folder)
-    return {**seconds, "num_bytes": num_bytes}
+    return num_bytes, seconds
 
 
 def plain(tensors: dict[str, torch.Tensor], path: Path, seconds: dict[str, float]) -> int:

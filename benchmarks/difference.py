@@ -6,7 +6,8 @@ An engine makes rollouts at two, three and four loops and by early exit, and sco
 training model, without optimizer, scores them as it is, in fp32, and in bf16 with one thing changed at a time
 (`difference_variants`). For each of those: how far it is from the trainer as it is (what the thing does by itself,
 after one layer of one loop and in the scores), from the engine (what remains when it is made equal), and from fp32.
-Random weights. Last, single operations of both sides on the same inputs (`difference_operations`).
+Random weights. The record is written after each. Last, single operations of both sides on the same inputs
+(`difference_operations`).
 """
 
 from __future__ import annotations
@@ -46,8 +47,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--commit", help="of a working tree without git, as on a lent machine")
     parser.add_argument("--no-record", action="store_true", help="print only; the working tree may differ from HEAD")
     arguments = parser.parse_args(argv)
-    if not (arguments.no_record or arguments.commit):
-        record.commit()
+    recording = record.Recording(
+        "difference_" + arguments.shape.replace("-", "_").replace(".", "_"),
+        command=f"python -m benchmarks.difference --requests {arguments.requests} --tokens {arguments.tokens}",
+        settings={
+            "shape": arguments.shape,
+            "policies": POLICIES,
+            "temperature": TEMPERATURE,
+            "std": 0.02,
+            "norm_std": NORM_STD,
+        },
+        commit_id=arguments.commit,
+        is_kept=not arguments.no_record,
+    )
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -55,25 +67,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.cuda.empty_cache()
         samples, policies, rescored = roll(model, folder / "log", arguments)
         torch.cuda.empty_cache()
-        results = measure(HFDirectory(model), samples, policies, rescored, rows=arguments.requests)
-        results["operations"] = difference_operations.compare(config_of(arguments.shape), arguments.requests)
-    results["seconds"] = round(time.perf_counter() - begun, 1)
-    print(json.dumps(results, indent=1))
-    for row in results["rows"]:
-        means = {key: row[key]["all"]["mean"] for key in ("to_trainer", "to_engine", "to_fp32") if row.get(key)}
-        print(f"{row['name']:45}", "  ".join(f"{key} {value:.2e}" for key, value in means.items()))
-    if not arguments.no_record:
-        command = f"python -m benchmarks.difference --requests {arguments.requests} --tokens {arguments.tokens}"
-        name = "difference_" + arguments.shape.replace("-", "_").replace(".", "_")
-        settings = {
-            "shape": arguments.shape,
-            "policies": POLICIES,
-            "temperature": TEMPERATURE,
-            "std": 0.02,
-            "norm_std": NORM_STD,
-        }
-        print(record.write(name, command=command, settings=settings, results=results, commit_id=arguments.commit))
+        for results in measure(HFDirectory(model), samples, policies, rescored, rows=arguments.requests):
+            recording.save(**results, seconds=round(time.perf_counter() - begun, 1))
+        operations = difference_operations.compare(config_of(arguments.shape), arguments.requests)
+    recording.finish(operations=operations, seconds=round(time.perf_counter() - begun, 1))
+    print(json.dumps(recording.results, indent=1))
     return 0
+
+
+def show(row: dict[str, Any]) -> dict[str, Any]:
+    """Prints a row, and returns it."""
+    means = {key: row[key]["all"]["mean"] for key in ("to_trainer", "to_engine", "to_fp32")}
+    print(f"{row['name']:45}", "  ".join(f"{key} {value:.2e}" for key, value in means.items()), flush=True)
+    return row
 
 
 def roll(model: Path, log: Path, arguments: argparse.Namespace) -> tuple[list[Any], list[str], list[list[float]]]:
@@ -135,8 +141,8 @@ def roll(model: Path, log: Path, arguments: argparse.Namespace) -> tuple[list[An
 
 def measure(
     directory: HFDirectory, samples: list[Any], policies: list[str], rescored: list[list[float]], *, rows: int
-) -> dict[str, Any]:
-    """All differences. `rows` is how many requests the engine decoded at once."""
+) -> Iterator[dict[str, Any]]:
+    """All differences so far, after each variant. `rows` is how many requests the engine decoded at once."""
     from adapters.megatron import runtime
 
     runtime.initialize(runtime.RuntimeSettings())
@@ -147,6 +153,15 @@ def measure(
     model = yardstick.load(directory, torch.bfloat16)
     longest = max(sample.num_inputs for sample in samples)
     scores, layers, seconds, failed = {}, {"fp32": exact_layer}, {}, {}
+
+    def row(name: str, values: list[list[float]]) -> dict[str, Any]:
+        against = {"to_trainer": scores["trainer"], "to_engine": engine, "to_fp32": exact}
+        found = {"name": name, **{key: apart(values, other, policies) for key, other in against.items()}}
+        return show({**found, "after_one_layer": relative(layers.get(name), layers["trainer"])})
+
+    others = {"engine": engine, "engine, scored again by trace": rescored, "fp32": exact}
+    table: list[dict[str, Any]] = []
+    beside: list[dict[str, Any]] = []
     for name, (variant, budget) in cases(rows, longest).items():
         begun = time.perf_counter()
         try:
@@ -156,23 +171,17 @@ def measure(
             failed[name] = f"{type(error).__name__}: {error}"[:2000]
             print(f"{name}: {failed[name]}", flush=True)
         seconds[name] = round(time.perf_counter() - begun, 2)
+        if name in scores:
+            table.append(row(name, scores[name]))
+        beside = beside or [row(*other) for other in others.items()]
+        yield {
+            "rows": [*table, *beside],
+            "failed": failed,
+            "variant_seconds": seconds,
+            "tokens": sum(map(len, engine)),
+            "rows_per_step": rows,
+        }
     runtime.shutdown()
-    trainer = scores["trainer"]
-
-    def row(name: str, values: list[list[float]]) -> dict[str, Any]:
-        against = {"to_trainer": trainer, "to_engine": engine, "to_fp32": exact}
-        found = {"name": name, **{key: apart(values, other, policies) for key, other in against.items()}}
-        return {**found, "after_one_layer": relative(layers.get(name), layers["trainer"])}
-
-    table = [row(name, values) for name, values in scores.items()]
-    table += [row("engine", engine), row("engine, scored again by trace", rescored), row("fp32", exact)]
-    return {
-        "rows": table,
-        "failed": failed,
-        "variant_seconds": seconds,
-        "tokens": sum(map(len, engine)),
-        "rows_per_step": rows,
-    }
 
 
 def cases(rows: int, longest: int) -> dict[str, tuple[variants.Variant, int]]:

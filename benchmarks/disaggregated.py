@@ -5,7 +5,7 @@
 One card shared by both workers, and a card for each where there are two. What NIXL's transports are was found by the
 probe that every start makes; what it met on the way is in the record. Log-probs of equal tokens are compared with the
 local engine's: other batches, so rounding of the model's dtype. The time of a first token is that of requests which ask
-for one token.
+for one token. The record is written after each.
 """
 
 from __future__ import annotations
@@ -37,12 +37,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--commit", help="of a working tree without git, as on a lent machine")
     arguments = parser.parse_args(argv)
-    if not (arguments.tiny or arguments.commit):
-        record.commit()
     remarks = Remarks()
     logging.getLogger("adapters").addHandler(remarks)
     shape, work = ("tiny-ouro", (4, 40, 8)) if arguments.tiny else ("ouro-1.4b", (32, 1024, 128))
-    results: dict[str, Any] = {}
+    recording = record.Recording(
+        "disaggregated_cuda",
+        command="python -m benchmarks.disaggregated",
+        settings={
+            "model": SHAPES[shape],
+            "requests": work[0],
+            "prompt": work[1],
+            "response": work[2],
+            "depth": POLICY,
+        },
+        commit_id=arguments.commit,
+        is_kept=not arguments.tiny,
+    )
+    recording.save(remarks=remarks.lines)
     with tempfile.TemporaryDirectory() as name:
         model = write_model(Path(name) / "model", shape)
         reference: list[GenerationResult] = []
@@ -51,23 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 row, answers = measure(engine, shape, *work)
             reference = reference or answers
             row |= compare(answers, reference) if placement != "local" else {}
-            results[placement] = row | {"transports": getattr(engine, "transports", None)}
-            print(placement, json.dumps(results[placement]), flush=True)
-    results["remarks"] = remarks.lines
-    if not arguments.tiny:
-        settings = {
-            "model": SHAPES[shape],
-            "requests": work[0],
-            "prompt": work[1],
-            "response": work[2],
-            "depth": POLICY,
-        }
-        command = "python -m benchmarks.disaggregated"
-        print(
-            record.write(
-                "disaggregated_cuda", command=command, settings=settings, results=results, commit_id=arguments.commit
-            )
-        )
+            row["transports"] = getattr(engine, "transports", None)
+            recording.save(**{placement: row})
+            print(placement, json.dumps(row), flush=True)
+    recording.finish()
     return 0
 
 

@@ -9,8 +9,9 @@ recipe    GRPO updates by the driver; it is killed in the middle and a fresh pro
 one-slot  two updates in one go against one and a resumed one, with one sample at a time in the engine: every stored
           tensor, every sample and every metric bitwise.
 
-Writes one JSON, after every step anew, so that what was measured stays if a later step fails. What it cannot say is
-anything about the real weights' behaviour. tiny-ouro and tiny-olmoe run the same on a CPU in minutes.
+Writes one JSON, after every step anew, so that what was measured stays if a later step fails; it is incomplete then.
+What it cannot say is anything about the real weights' behaviour. tiny-ouro and tiny-olmoe run the same on a CPU in
+minutes.
 """
 
 from __future__ import annotations
@@ -41,36 +42,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="over the plan's settings")
     parser.add_argument("--no-record", action="store_true", help="print only; the working tree may differ from HEAD")
     arguments = parser.parse_args(argv)
-    # Once: the first record that is written changes the working tree.
-    commit = "" if arguments.no_record else arguments.commit or record.commit()
     plan = PLANS[arguments.model]
     suffix = "_one_slot" if arguments.part == "one-slot" else ""
     name = arguments.name or f"full_size_{arguments.model.replace('-', '_').replace('.', '_')}{suffix}"
+    recording = record.Recording(
+        name,
+        command=f"python -m benchmarks.full_size --model {arguments.model} --part {arguments.part}",
+        settings={
+            "recipe": plan.recipe,
+            "one_slot": plan.one_slot,
+            "set": arguments.set,
+            "model": SHAPES[arguments.model],
+        },
+        commit_id=arguments.commit,
+        is_kept=not arguments.no_record,
+    )
     with tempfile.TemporaryDirectory(prefix="full_size_", dir=roomy(arguments.folder, plan.disk_bytes)) as folder:
-
-        def write(results: dict[str, object]) -> None:
-            if arguments.no_record:
-                return
-            record.write(
-                name,
-                command=f"python -m benchmarks.full_size --model {arguments.model} --part {arguments.part}",
-                settings={
-                    "recipe": plan.recipe,
-                    "one_slot": plan.one_slot,
-                    "set": arguments.set,
-                    "model": SHAPES[arguments.model],
-                },
-                results=results,
-                commit_id=commit,
-            )
-
-        steps = Steps(plan, Path(folder), more=arguments.set, limit_seconds=arguments.limit_seconds, write=write)
+        steps = Steps(
+            plan,
+            Path(folder),
+            more=arguments.set,
+            limit_seconds=arguments.limit_seconds,
+            write=lambda results: recording.save(**results),
+        )
         signal.signal(signal.SIGTERM, lambda *_: steps.stop())
         for part, run in (("recipe", recipe), ("one-slot", one_slot)):
             if arguments.part in (part, "all"):
                 run(steps)
     print(json.dumps(steps.results, indent=1))
     print(f"failed: {steps.failed or 'none'}")
+    if not steps.failed:
+        recording.finish()
     return int(bool(steps.failed))
 
 

@@ -113,8 +113,9 @@ def device_memory(record: Record) -> Rows:
 
 def causes(record: Record) -> Rows:
     """One row a variant of the trainer: how far it is from the trainer as it is, from the engine, and from fp32."""
-    rows = []
-    for row in record["results"]["rows"]:
+    rows: list[list[str]] = []
+    policies: list[str] = []
+    for row in record["results"].get("rows", []):
         keys = ("to_trainer", "to_engine", "to_fp32")
         policies = [policy for policy in row["to_engine"] if policy != "all"]
         rows.append(
@@ -168,6 +169,8 @@ def trainer_memory(record: Record) -> Rows:
 
 def engine_memory(record: Record) -> Rows:
     """The estimate's parts beside what the device had less of."""
+    if "engine" not in record["results"]:
+        return [], []
     row = record["results"]["engine"]
     estimate = row["estimate"]
     head = [*estimate, "estimate, GB", "measured, GB", "ratio"]

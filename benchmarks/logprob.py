@@ -36,28 +36,26 @@ def main() -> None:
     parser.add_argument("--name", default="logprob_cuda")
     parser.add_argument("--commit", help="of a working tree without git, as on a lent machine")
     a = parser.parse_args()
-    if not a.tiny and not a.commit:
-        record.commit()
     rows, hidden, vocab = (64, 32, 96) if a.tiny else (16384, 2048, 49152)
-    runtime.initialize(runtime.RuntimeSettings())
-    work = Work(rows, hidden, vocab)
-    results: dict[str, Any] = {}
-    for chunk in a.chunk_rows:
-        results[f"ours, {chunk} rows"] = timed(lambda chunk=chunk: work.ours(chunk), work, a)
-    results["ours, 2048 rows, with entropies"] = timed(lambda: work.ours(2048, with_entropy=True), work, a)
-    torch.use_deterministic_algorithms(False)  # of the others nothing is asked
-    results["plain PyTorch"] = timed(work.plain, work, a)
-    if importlib.util.find_spec("liger_kernel") and measure.is_cuda():
-        results["Liger, sum"] = liger(work, a)
-    results["its three matrix products"] = timed(work.products, work, a)
-    results = measure.rounded(results)
-    for name, row in results.items():
-        print(name, json.dumps({key: value for key, value in row.items() if key != "kernels"}))
-    if a.tiny:
-        return
     settings = {"rows": rows, "hidden": hidden, "vocabulary": vocab, "dtype": "bfloat16", "repeats": a.repeats}
     command = "python -m benchmarks.logprob " + " ".join(sys.argv[1:])
-    print(record.write(a.name, command=command, settings=settings, results=results, commit_id=a.commit))
+    recording = record.Recording(a.name, command=command, settings=settings, commit_id=a.commit, is_kept=not a.tiny)
+    runtime.initialize(runtime.RuntimeSettings())
+    work = Work(rows, hidden, vocab)
+
+    def add(name: str, row: dict[str, Any]) -> None:
+        recording.save(**{name: measure.rounded(row)})
+        print(name, json.dumps({k: v for k, v in recording.results[name].items() if k != "kernels"}), flush=True)
+
+    add("its three matrix products", timed(work.products, work, a))
+    for chunk in a.chunk_rows:
+        add(f"ours, {chunk} rows", timed(lambda chunk=chunk: work.ours(chunk), work, a))
+    add("ours, 2048 rows, with entropies", timed(lambda: work.ours(2048, with_entropy=True), work, a))
+    torch.use_deterministic_algorithms(False)  # of the others nothing is asked
+    add("plain PyTorch", timed(work.plain, work, a))
+    if importlib.util.find_spec("liger_kernel") and measure.is_cuda():
+        add("Liger, sum", liger(work, a))
+    recording.finish()
 
 
 class Work:

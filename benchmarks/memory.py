@@ -4,7 +4,8 @@
 
 One trainer after the other in this process, with and without recompute and at two sizes of micro-batches: what is
 allocated once it is built, and the most while it makes an update. One engine: what the device lacks while it runs.
-On a CPU the parts that can be counted are, at a small shape: weights, gradients, masters and moments.
+The record is written after each. On a CPU the parts that can be counted are, at a small shape: weights, gradients,
+masters and moments.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,19 +47,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--commit", help="of a working tree without git, as on a lent machine")
     parser.add_argument("--no-record", action="store_true", help="print only; the working tree may differ from HEAD")
     arguments = parser.parse_args(argv)
-    if not (arguments.no_record or arguments.commit):
-        record.commit()
+    recording = record.Recording(
+        "memory_" + arguments.shape.replace("-", "_").replace(".", "_"),
+        command=f"python -m benchmarks.memory --shape {arguments.shape}",
+        settings={"shape": arguments.shape, "sequence_tokens": SEQUENCE, "engine_cache_bytes": CACHE_BYTES},
+        commit_id=arguments.commit,
+        is_kept=not arguments.no_record,
+    )
     begun = time.perf_counter()
-    results: dict[str, Any] = {"trainer": trainers(arguments.shape)}
+    recording.save(trainer=[])
+    for row in trainers(arguments.shape):
+        recording.results["trainer"].append(row)
+        recording.save()
+        print(json.dumps(row), flush=True)
     if not arguments.no_engine:
-        results["engine"] = engine(arguments.shape)
-    results["seconds"] = round(time.perf_counter() - begun, 1)
-    print(json.dumps(results, indent=1))
-    if not arguments.no_record:
-        name = "memory_" + arguments.shape.replace("-", "_").replace(".", "_")
-        settings = {"shape": arguments.shape, "sequence_tokens": SEQUENCE, "engine_cache_bytes": CACHE_BYTES}
-        command = f"python -m benchmarks.memory --shape {arguments.shape}"
-        print(record.write(name, command=command, settings=settings, results=results, commit_id=arguments.commit))
+        recording.save(engine=engine(arguments.shape))
+    recording.finish(seconds=round(time.perf_counter() - begun, 1))
+    print(json.dumps(recording.results, indent=1))
     return 0
 
 
@@ -68,20 +73,17 @@ def shape_of(name: str, settings: Settings) -> Shape:
         return read_shape(Path(folder), settings, SEQUENCE)
 
 
-def trainers(name: str) -> list[dict[str, Any]]:
-    """One row a case."""
+def trainers(name: str) -> Iterator[dict[str, Any]]:
+    """One row a case, as it comes."""
     from adapters.megatron import runtime
 
     runtime.initialize(runtime.RuntimeSettings())
     cases = CASES if torch.cuda.is_available() else ((True, 512), (False, 512))
-    rows = []
     for recompute, tokens in cases:
         gc.collect()
         torch.cuda.empty_cache()
-        rows.append(one_trainer(name, recompute=recompute, tokens=tokens))
-        print(json.dumps(rows[-1]), flush=True)
+        yield one_trainer(name, recompute=recompute, tokens=tokens)
     runtime.shutdown()
-    return rows
 
 
 def one_trainer(name: str, *, recompute: bool, tokens: int) -> dict[str, Any]:

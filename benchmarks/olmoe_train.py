@@ -4,7 +4,8 @@
 
 Weights and gradients in bf16, no optimizer state; 8,192 tokens in 4 sequences. The routers choose (random weights: the
 experts are used alike). transformers runs its grouped_mm experts under gradient checkpointing. The limit is one large
-matrix product, measured in the same run. --tiny is for a machine without CUDA: it prints and writes nothing.
+matrix product, measured in the same run. Each model's row is written as it comes. --tiny is for a machine without CUDA:
+it prints and writes nothing.
 """
 
 from __future__ import annotations
@@ -36,25 +37,24 @@ def main() -> None:
     parser.add_argument("--name", default="olmoe_train_cuda")
     parser.add_argument("--commit", help="of a working tree without git, as on a lent machine")
     a = parser.parse_args()
-    if not a.tiny and not a.commit:
-        record.commit()
     hf, shape = SHAPES["tiny-olmoe" if a.tiny else "olmoe-1b-7b"], (2, 24) if a.tiny else (4, 2048)
-    runtime.initialize(runtime.RuntimeSettings())
-    tokens = torch.randint(4, hf["vocab_size"], shape, device=measure.device())
-    results: dict[str, Any] = {"limit": limits.measure()}
-    results["ours"] = timed(*ours(hf, tokens), hf, tokens, a)
-    torch.use_deterministic_algorithms(False)
-    results["ours, sums in any order, Megatron's dispatcher"] = timed(*ours(hf, tokens, dispatched=True), hf, tokens, a)
-    results["transformers"] = timed(*peer(hf, tokens), hf, tokens, a)
-    results = measure.rounded(results)
-    for name, row in results.items():
-        shown = {key: value for key, value in row.items() if key != "kernels"} if isinstance(row, dict) else row
-        print(name, json.dumps(shown))
-    if a.tiny:
-        return
     settings = {"model": hf, "sequences": shape[0], "tokens_each": shape[1], "repeats": a.repeats, "recompute": True}
     command = "python -m benchmarks.olmoe_train " + " ".join(sys.argv[1:])
-    print(record.write(a.name, command=command, settings=settings, results=results, commit_id=a.commit))
+    recording = record.Recording(a.name, command=command, settings=settings, commit_id=a.commit, is_kept=not a.tiny)
+    runtime.initialize(runtime.RuntimeSettings())
+    tokens = torch.randint(4, hf["vocab_size"], shape, device=measure.device())
+    recording.save(limit=measure.rounded(limits.measure()))
+
+    def add(name: str, model: nn.Module, loss: Callable[[], Tensor]) -> None:
+        row = measure.rounded(timed(model, loss, hf, tokens, a))
+        recording.save(**{name: row})
+        print(name, json.dumps({key: value for key, value in row.items() if key != "kernels"}), flush=True)
+
+    add("ours", *ours(hf, tokens))
+    torch.use_deterministic_algorithms(False)
+    add("transformers", *peer(hf, tokens))
+    add("ours, sums in any order, Megatron's dispatcher", *ours(hf, tokens, dispatched=True))
+    recording.finish()
 
 
 def ours(hf: dict[str, Any], tokens: Tensor, *, dispatched: bool = False) -> tuple[nn.Module, Callable[[], Tensor]]:

@@ -11,7 +11,8 @@ mapped for the copy on CPU, because what malloc gives may be memory that was use
 Both processes use every core in turn. Where others work too, `--ahead` gives them the cores first, not the memory bus.
 
 The limit is the bytes by the bandwidth of one large copy, over the bus and back where they travel through the host.
-With `--staging ipc` vLLM's own transfer over CUDA IPC is measured in the same run (`publication_peer`).
+With `--staging ipc` vLLM's own transfer over CUDA IPC is measured in the same run (`publication_peer`), after the
+record of ours is written.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,53 +65,45 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-record", action="store_true", help="print only; the working tree may differ from HEAD")
     arguments = parser.parse_args(argv)
     device, staging = arguments.device, arguments.staging
-    is_recorded = not (arguments.no_record or arguments.tiny)
+    shape = shape_of(device, is_tiny=arguments.tiny)
+    recording = record.Recording(
+        "publication_cpu" if device == "cpu" else f"publication_cuda_{staging}",
+        command="python -m benchmarks.publication "
+        + f"--repeats {arguments.repeats} --device {device} --staging {staging}{' --ahead' * arguments.ahead}",
+        settings={**shape, "dtype": DTYPES[device], "staging": staging},
+        commit_id=arguments.commit,
+        is_kept=not (arguments.no_record or arguments.tiny),
+    )
     torch.set_num_threads(1)
-    save = save_as(arguments) if is_recorded else lambda shape, results: None
     with tempfile.TemporaryDirectory() as name:
-        shape, settings, weights = prepare(Path(name), device, staging, is_tiny=arguments.tiny)
+        settings, weights = prepare(Path(name), device, staging, is_tiny=arguments.tiny)
         peer = publication_peer.engine(settings) if staging == "ipc" else contextlib.nullcontext()
         with peer as client:  # comes up beside ours, and is idle until ours is done
-            results = measure(settings, weights, arguments.repeats, is_ahead=arguments.ahead)
-            print(results, flush=True)
-            save(shape, results)
+            recording.save(**measure(settings, weights, arguments.repeats, is_ahead=arguments.ahead))
+            print(recording.results, flush=True)
             if client is not None:
-                results |= beside(client, weights, arguments.repeats)
-                print(results["peers"], results.get("peers_failed"), flush=True)
-                save(shape, results)
+                found = beside(client, weights, arguments.repeats)
+                recording.save(**found)
+                print(found, flush=True)
+    if "peers_failed" not in recording.results:
+        recording.finish()
     return 0
 
 
-def save_as(arguments: argparse.Namespace) -> Callable[[dict[str, Any], dict[str, Any]], None]:
-    """Writes the record of this command: once for what is ours, again with its peers."""
-    device, staging = arguments.device, arguments.staging
-
-    def save(shape: dict[str, Any], results: dict[str, Any]) -> None:
-        path = record.write(
-            "publication_cpu" if device == "cpu" else f"publication_cuda_{staging}",
-            command="python -m benchmarks.publication "
-            + f"--repeats {arguments.repeats} --device {device} --staging {staging}{' --ahead' * arguments.ahead}",
-            settings={**shape, "dtype": DTYPES[device], "staging": staging},
-            results=results,
-            commit_id=commit,
-        )
-        print(path, flush=True)
-
-    commit = arguments.commit or record.commit()
-    return save
+def shape_of(device: str, *, is_tiny: bool) -> dict[str, Any]:
+    if device == "cpu" and not is_tiny:
+        return CPU_SHAPE
+    return shapes.SHAPES["tiny-ouro" if is_tiny else "ouro-1.4b"]
 
 
 def prepare(
     model: Path, device: str, staging: Staging, *, is_tiny: bool
-) -> tuple[dict[str, Any], EngineSettings, dict[str, torch.Tensor]]:
-    """A model's directory -> its shape, settings of its engine, and its weights on the device."""
+) -> tuple[EngineSettings, dict[str, torch.Tensor]]:
+    """A directory for the model -> settings of its engine, and its weights on the device."""
     if device == "cpu" and not is_tiny:
-        shape = CPU_SHAPE
-        write_ouro(model, **shape)
+        write_ouro(model, **CPU_SHAPE)
     else:
-        name = "tiny-ouro" if is_tiny else "ouro-1.4b"
-        shape = shapes.SHAPES[name]
-        shapes.write_model(model, name, norm_std=0.1)
+        shapes.write_model(model, "tiny-ouro" if is_tiny else "ouro-1.4b", norm_std=0.1)
     settings = EngineSettings(
         model=model,
         log_path=model / "log",
@@ -122,7 +115,7 @@ def prepare(
     )
     (file,) = model.glob("*.safetensors")
     weights = load_file(file, device=device)
-    return shape, settings, {name: tensor.to(getattr(torch, DTYPES[device])) for name, tensor in weights.items()}
+    return settings, {name: tensor.to(getattr(torch, DTYPES[device])) for name, tensor in weights.items()}
 
 
 def measure(

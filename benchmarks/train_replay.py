@@ -3,8 +3,8 @@
     python -m benchmarks.train_replay [--tiny] [--repeats 3] [--cases full fixed3 ...] [--profile] [--commit ID]
 
 Random weights, made on the device; one process, the trainer as a run uses it. The peer is Ouro's body in plain PyTorch
-(`plain_ouro.py`), the limit one large matrix product, both measured in the same run. --tiny is for a machine without
-CUDA: it prints and writes nothing.
+(`plain_ouro.py`), the limit one large matrix product, both measured first in the same run. Every row is printed and
+written as it comes. --tiny is for a machine without CUDA: it prints and writes nothing.
 """
 
 from __future__ import annotations
@@ -50,15 +50,23 @@ def main() -> None:
     parser.add_argument("--name", default="train_replay_cuda")
     parser.add_argument("--commit", help="of a working tree without git, as on a lent machine")
     a = parser.parse_args()
-    if not a.tiny and not a.commit:
-        record.commit()
     hf, layouts = SHAPES["tiny-ouro" if a.tiny else "ouro-1.4b"], [(16, 1024), (64, 256)]
     if a.tiny:
         layouts = [(3, 40), (8, 10)]
+    settings = {"model": hf, "repeats": a.repeats, "exit_shares": EXIT_SHARES, "dtype": "bfloat16"}
+    settings |= {"attention": "sdpa" if a.sdpa else "varlen", "deterministic": not a.any_order}
+    command = "python -m benchmarks.train_replay " + " ".join(sys.argv[1:])
+    recording = record.Recording(a.name, command=command, settings=settings, commit_id=a.commit, is_kept=not a.tiny)
     runtime.initialize(runtime.RuntimeSettings(deterministic=not a.any_order))
-    results: dict[str, Any] = {"limit": limits.measure(), "updates": [], "peers": []}
-    if not a.no_peer:
-        results["peers"] = [peer(hf, recompute=each, tiny=a.tiny, repeats=a.repeats) for each in (True, False)]
+    recording.save(limit=measure.rounded(limits.measure()), updates=[], peers=[])
+
+    def add(to: str, row: dict[str, Any]) -> None:
+        recording.results[to].append(measure.rounded(row))
+        recording.save()
+        print(json.dumps({k: v for k, v in recording.results[to][-1].items() if k != "kernels"}), flush=True)
+
+    for recompute in () if a.no_peer else (True, False):
+        add("peers", peer(hf, recompute=recompute, tiny=a.tiny, repeats=a.repeats))
     trainer = make_trainer(hf, sdpa=a.sdpa)
     for sequences, length in layouts:
         first = length == layouts[0][1]
@@ -66,17 +74,8 @@ def main() -> None:
             # Without recomputation the activations limit the micro-batch; that is measured at the first length.
             for recompute in (True, False) if first else (True,):
                 samples = make_samples(hf, sequences, length, depth)
-                row = updates(trainer, samples, depth, recompute=recompute, a=a)
-                results["updates"].append(row)
-                print(json.dumps(measure.rounded({k: v for k, v in row.items() if k != "kernels"})), flush=True)
-    results = measure.rounded(results)
-    print(json.dumps({"limit": results["limit"], "peers": results["peers"]}))
-    if a.tiny:
-        return
-    command = "python -m benchmarks.train_replay " + " ".join(sys.argv[1:])
-    settings = {"model": hf, "repeats": a.repeats, "exit_shares": EXIT_SHARES, "dtype": "bfloat16"}
-    settings |= {"attention": "sdpa" if a.sdpa else "varlen", "deterministic": not a.any_order}
-    print(record.write(a.name, command=command, settings=settings, results=results, commit_id=a.commit))
+                add("updates", updates(trainer, samples, depth, recompute=recompute, a=a))
+    recording.finish()
 
 
 def make_trainer(hf: dict[str, Any], *, sdpa: bool) -> Trainer:

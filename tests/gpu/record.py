@@ -61,6 +61,13 @@ class Recorder:
         if report.skipped and isinstance(report.longrepr, tuple):
             entry["why"] = report.longrepr[2]
         self.tests[name] = entry
+        self._write(complete=False)
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        if self.tests:
+            self._write(complete=exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED))
+
+    def _write(self, *, complete: bool) -> None:
         outcomes = [test["outcome"] for test in self.tests.values()]
         record.write(
             self._name,
@@ -71,6 +78,7 @@ class Recorder:
                 "tests": self.tests,
             },
             commit_id=self._commit,
+            complete=complete,
         )
 
 

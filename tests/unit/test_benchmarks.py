@@ -107,3 +107,21 @@ def test_nothing_is_written_where_nothing_is_kept(tmp_path: Path, monkeypatch: p
     recording.save(rows=[])
     recording.finish()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("table", "results"),
+    [
+        ("memory_ouro_1_4b.engine", {"trainer": []}),
+        ("difference_ouro_1_4b", {}),
+        ("difference_ouro_1_4b.operations", {"rows": []}),
+        ("train_replay_cuda", {"limit": {"flops_per_second": 1.0}, "updates": [], "peers": []}),
+        ("olmoe_train_cuda", {"limit": {"flops_per_second": 1.0}}),
+        ("rollout_cuda.steps", {"rows": [], "profiled_steps": []}),
+    ],
+)
+def test_table_of_a_part_that_was_not_reached(table: str, results: dict[str, object]) -> None:
+    """It says so, and that the record is incomplete."""
+    about = {"command": "measure", "commit": "f" * 40, "date": "2026-11-30", "device": "1 x X", "complete": False}
+    made = tables.TABLES[table]({**about, "results": results})
+    assert made.startswith("Not in this record.") and "**incomplete**" in made
