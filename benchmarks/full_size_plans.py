@@ -79,8 +79,8 @@ PLANS: dict[str, Plan] = {
     ),
     "olmoe-1b-7b": Plan(
         model="olmoe-1b-7b",
-        # 124.5 GB of weights, gradients, masters and moments, and the engine's 13.8 GB of weights and 2.2 GB of keys and
-        # values (64 sequences of 256 tokens): versions wait in host memory, and micro-batches are small.
+        # 124.5 GB of weights, gradients, masters and moments, and the engine's 13.8 GB of weights and 2.2 GB of keys
+        # and values (64 sequences of 256 tokens): versions wait in host memory, and micro-batches are small.
         recipe={
             **_OLMOE,
             **_ON_H200,
