@@ -23,7 +23,8 @@ Case = tuple[str, int, int]
 OURO: dict[str, list[Case]] = {
     "graphs": [
         *((policy, 256, RESPONSE) for policy in ("fixed:4", "fixed:3", "fixed:2", EARLY)),
-        *((policy, count, SHORT) for count in (128, 32, 8, 1) for policy in ("fixed:4", EARLY)),
+        *((policy, count, SHORT) for count in (32, 1) for policy in ("fixed:4", EARLY)),
+        *(("fixed:4", count, SHORT) for count in (128, 8)),
     ],
     "peer": [("fixed:4", 256, RESPONSE), ("fixed:4", 32, SHORT), ("fixed:4", 1, SHORT)],
     "eager": [("fixed:4", 256, 32), (EARLY, 256, 32), ("fixed:4", 1, 32)],
