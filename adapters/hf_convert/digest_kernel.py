@@ -1,82 +1,117 @@
-"""The digest's inner loops compiled by numba, where that is installed (vLLM brings it). `digest.py` is the reference.
+"""The digest's inner loops for CPU, compiled by numba. `digest.py` is their reference.
 
-One pass at about three quarters of a nanosecond an element, where torch needs a dozen passes over a tile. Same value,
-bit for bit.
+A tile's u and v are kept apart from its products: arithmetic of 32 bits fills the vector registers only in a loop that
+has nothing wider, and a pair of products is then one word of 64 bits and its upper half.
 """
 
 from __future__ import annotations
 
-try:
-    import numba
-    import numpy as np
-except ImportError as error:  # hf_convert needs torch and safetensors only; torch's own loop serves
-    raise ImportError("the compiled digest needs numba; without it digest.py computes the same value") from error
+import functools
 
+import numba
+import numpy as np
 import torch
 
-from adapters.hf_convert.digest import GOLDEN, MULTIPLIER
+from adapters.hf_convert.digest import HIGH, MULTIPLIERS, ODD, PLACE
 
-_SHIFT, _MULTIPLIER = np.uint64(32), np.uint64(MULTIPLIER)
+TILE = 1024
+"""Words that are mixed before their products are summed."""
+_FIRST, _SECOND = np.uint32(MULTIPLIERS[0]), np.uint32(MULTIPLIERS[1])
+_PLACE, _TWICE_ODD, _TWICE_HIGH = np.uint32(PLACE), np.uint32(2 * ODD % 2**32), np.uint32(2 * HIGH % 2**32)
+_ONE, _15, _16 = np.uint32(1), np.uint32(15), np.uint32(16)
+_HALF, _LOW = np.uint64(32), np.uint64(2**32 - 1)
 
 
-def sum_of_mixed(bits: torch.Tensor, *, first: int, steps: tuple[int, int, int], exponent: int = 0) -> tuple[int, bool]:
-    """Sum of mix(bits[a, b, c] + (first + a * steps[0] + b * steps[1] + c * steps[2]) * GOLDEN) mod 2**64.
+def sum_of_products(
+    words: torch.Tensor, *, first: int, stride: int = 0, rows: int = 1, columns: int = 0, exponent: int = 0
+) -> tuple[int, bool]:
+    """Sum of u * v mod 2**64 over words that lie in rows, or in blocks of rows.
 
     Args:
-        bits: [A, B, C] signed integers of any width, on CPU.
+        words: [A, N] contiguous signed integers of 1, 2 or 4 bytes, on CPU. `words[a, c * rows + r]` is at place
+            `first + a * stride + c + r * columns + 1`.
+        rows: divides N, at most `TILE`. If it is not 1, all places are of one high half.
         exponent: the bits that are all set in infinities and NaNs.
 
     Returns:
-        The sum, and whether no element has all bits of `exponent`.
+        The sum, and whether no word has all bits of `exponent`.
     """
-    array = bits.numpy()
-    keys = [np.uint64(step * GOLDEN % 2**64) for step in (first, *steps)]
-    sign = 1 << (8 * array.dtype.itemsize - 1)
-    total, carried = _sum(array, *keys, np.int64(sign - 1), np.int64(exponent & -exponent))
-    return int(total), not int(carried) & sign
+    array = words.numpy()
+    magnitude = np.int32(2 ** (8 * array.dtype.itemsize - 1) - 1)
+    places = np.uint64(first + 1), np.uint64(stride)
+    total, peak = _sum(array, None, *places, np.int64(rows), _steps(rows, columns), magnitude if exponent else None)
+    return int(total), not exponent or int(peak) < exponent
 
 
-def copy_sum_of_mixed(source: torch.Tensor, target: torch.Tensor) -> int:
-    """Copies [n] signed integers; the least one, which is a negative zero's bits, as 0.
+def copy_sum_of_products(source: torch.Tensor, target: torch.Tensor) -> int:
+    """Copies [n] signed integers of 2 or 4 bytes; the least one, which is a negative zero's bits, as 0.
 
     Returns:
-        Sum of mix(target[i] + (i + 1) * GOLDEN) mod 2**64.
+        Sum of u * v mod 2**64 of what was written, from place 1.
     """
     array = source.numpy()
-    return int(_copy_sum(array, target.numpy(), np.int64(np.iinfo(array.dtype).min), np.uint64(GOLDEN)))
+    arrays = array[None], target.numpy()[None]
+    return int(_sum(*arrays, np.uint64(1), np.uint64(0), np.int64(1), _steps(1, 0), None)[0])
+
+
+@functools.lru_cache(maxsize=32)
+def _steps(rows: int, columns: int) -> np.ndarray:
+    """[2 * TILE] uint32: from the first word of a tile to the others, n * PLACE, then 2 * n * ODD."""
+    column, row = np.divmod(np.arange(TILE, dtype=np.uint64), np.uint64(rows))
+    places = (column + row * np.uint64(columns)).astype(np.uint32)
+    return np.concatenate([places * _PLACE, places * _TWICE_ODD])
 
 
 @numba.njit(inline="always")
 def _mix(z):
-    z ^= z >> _SHIFT
-    z *= _MULTIPLIER
-    z ^= z >> _SHIFT
-    z *= _MULTIPLIER
-    return z ^ (z >> _SHIFT)
+    z ^= z >> _16
+    z = np.uint32(z * _FIRST)
+    z ^= z >> _15
+    z = np.uint32(z * _SECOND)
+    return np.uint32(z ^ (z >> _15))
 
 
-@numba.njit(nogil=True, cache=True)
-def _sum(bits, first, step_a, step_b, step_c, magnitude, least_exponent):
-    """Adding the least bit of the exponent to a magnitude carries into the sign's place if all of them are set."""
-    total, carried = np.uint64(0), np.int64(0)
-    for a in range(bits.shape[0]):
-        for b in range(bits.shape[1]):
-            key = first + np.uint64(a) * step_a + np.uint64(b) * step_b
-            for c in range(bits.shape[2]):
-                element = np.int64(bits[a, b, c])
-                carried |= (element & magnitude) + least_exponent
-                total += _mix(np.uint64(element) + key)
-                key += step_c
-    return total, carried
-
-
-@numba.njit(nogil=True, cache=True)
-def _copy_sum(source, target, negative_zero, golden):
-    total, key = np.uint64(0), golden
-    for i in range(source.shape[0]):
-        element = np.int64(source[i])
-        element = element if element != negative_zero else np.int64(0)
-        target[i] = element
-        total += _mix(np.uint64(element) + key)
-        key += golden
+@numba.njit(inline="always")
+def _add_products(pairs, count):
+    """`pairs` holds TILE words u, two in one of 64 bits, and TILE words v."""
+    total = np.uint64(0)
+    for j in range(count):
+        u, v = pairs[j], pairs[TILE // 2 + j]
+        total += (u & _LOW) * (v & _LOW) + (u >> _HALF) * (v >> _HALF)
     return total
+
+
+@numba.njit(nogil=True, cache=True)
+def _sum(source, target, first, stride, rows, steps, magnitude):
+    """`target` and `magnitude` may be None: then nothing is copied, and the largest magnitude is not looked for."""
+    pairs = np.empty(TILE, np.uint64)
+    mixed = pairs.view(np.uint32)
+    negative_zero = np.int32(np.iinfo(source.dtype).min)
+    total, peak = np.uint64(0), np.int32(0)
+    length = TILE // rows * rows
+    for a in range(source.shape[0]):
+        begin = 0
+        while begin < source.shape[1]:
+            place = first + np.uint64(a) * stride + np.uint64(begin // rows)
+            to_next_high = np.int64(np.uint64(2**32) - (place & _LOW))
+            count = min(length, source.shape[1] - begin, to_next_high)
+            low, high = np.uint32(place & _LOW), np.uint32(place >> _HALF)
+            u_key = np.uint32(low * _PLACE)
+            v_key = np.uint32(np.uint32(low * _TWICE_ODD) + np.uint32(high * _TWICE_HIGH) + _ONE)
+            words = source[a, begin : begin + count]
+            copies = words if target is None else target[a, begin : begin + count]
+            for j in range(count):
+                word = np.int32(words[j])
+                if target is not None:
+                    word = word if word != negative_zero else np.int32(0)
+                    copies[j] = word
+                if magnitude is not None:
+                    peak = max(peak, np.int32(word & magnitude))
+                u = _mix(np.uint32(np.uint32(word) + np.uint32(steps[j] + u_key)))
+                mixed[j] = u
+                mixed[TILE + j] = np.uint32(u + u) ^ np.uint32(steps[TILE + j] + v_key)
+            if count % 2:
+                mixed[count] = 0  # u: the product is 0
+            total += _add_products(pairs, (count + 1) // 2)
+            begin += count
+    return total, peak

@@ -15,30 +15,32 @@ import torch
 import triton
 import triton.language as tl
 
+from adapters.hf_convert.digest import HIGH, MULTIPLIERS, ODD, PLACE
+
 TILE = 2048
-"""Elements of one step of a program."""
+"""Words of one step of a program."""
 PIECE = 32 * TILE
-"""Elements that one program sums."""
-_ELEMENTS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
+"""Words that one program sums."""
+_WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Elements that lie together on a device; the one at (r, c) is element `first + r * stride + c` of a global tensor.
+    """Words that lie together on a device; the one at (r, c) is at place `first + r * stride + c + 1` of a tensor.
 
     Their bits are read as signed integers, whatever the dtype.
     """
 
     source: torch.Tensor
-    """Contiguous; `columns` of its elements are a row."""
+    """Contiguous, of 1, 2 or 4 bytes; `columns` of its words are a row."""
     columns: int
     first: int = 0
     stride: int = 0
     target: torch.Tensor | None = None
-    """Where the elements are copied to, the least integer (a negative zero's bits) as 0; contiguous, of this dtype."""
+    """Where the words are copied to, the least integer (a negative zero's bits) as 0; contiguous, of this dtype."""
 
 
-def sums_of_mixed(spans: Sequence[Span], *, exponent: int, golden: int, multiplier: int) -> torch.Tensor:
+def sums_of_products(spans: Sequence[Span], *, exponent: int) -> torch.Tensor:
     """Reads every span once, and does not wait for it.
 
     Args:
@@ -46,12 +48,12 @@ def sums_of_mixed(spans: Sequence[Span], *, exponent: int, golden: int, multipli
         exponent: the bits that are all set in infinities and NaNs; 0 if there are none.
 
     Returns:
-        [spans, 2] int64 on the device: the sum of mix(bits + (index + 1) * golden), whose low 64 bits count; 0
-        if every element is finite.
+        [spans, 2] int64 on the device: the sum of u * v of `digest`, whose low 64 bits count; 0 if every word is
+        finite.
     """
     device, size = spans[0].source.device, spans[0].source.element_size()
     one_row = all(span.columns == span.source.numel() for span in spans)
-    table = torch.from_numpy(_table(spans, golden)).to(device)
+    table = torch.from_numpy(_table(spans)).to(device)
     pieces = _pieces(tuple(span.source.numel() for span in spans), device)
     found = torch.zeros(len(spans), 2, dtype=torch.int64, device=device)
     with torch.cuda.device_of(spans[0].source):
@@ -59,11 +61,14 @@ def sums_of_mixed(spans: Sequence[Span], *, exponent: int, golden: int, multipli
             table,
             pieces,
             found,
-            GOLDEN=golden,
-            MULTIPLIER=multiplier,
+            PLACE=PLACE,
+            TWICE_ODD=2 * ODD % 2**32,
+            TWICE_HIGH=2 * HIGH % 2**32,
+            FIRST=MULTIPLIERS[0],
+            SECOND=MULTIPLIERS[1],
             EXPONENT=exponent,
             NEGATIVE_ZERO=-(1 << (8 * size - 1)),
-            ELEMENT=_ELEMENTS[size],
+            WORD=_WORDS[size],
             ONE_ROW=one_row,
             COPY=spans[0].target is not None,
             TILE=TILE,
@@ -72,16 +77,16 @@ def sums_of_mixed(spans: Sequence[Span], *, exponent: int, golden: int, multipli
     return found
 
 
-def _table(spans: Sequence[Span], golden: int) -> np.ndarray:
-    """[spans, 6]: addresses of elements and copies, their number, columns, first key, key step of a row."""
+def _table(spans: Sequence[Span]) -> np.ndarray:
+    """[spans, 6]: addresses of words and copies, their number, columns, first place, places from row to row."""
     rows = [
         (
             span.source.data_ptr(),
             0 if span.target is None else span.target.data_ptr(),
             span.source.numel(),
             span.columns,
-            (span.first + 1) * golden % 2**64,
-            span.stride * golden % 2**64,
+            span.first + 1,
+            span.stride,
         )
         for span in spans
     ]
@@ -102,11 +107,14 @@ def _kernel(
     table,
     pieces,
     found,
-    GOLDEN: tl.constexpr,
-    MULTIPLIER: tl.constexpr,
+    PLACE: tl.constexpr,
+    TWICE_ODD: tl.constexpr,
+    TWICE_HIGH: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
     EXPONENT: tl.constexpr,
     NEGATIVE_ZERO: tl.constexpr,
-    ELEMENT: tl.constexpr,
+    WORD: tl.constexpr,
     ONE_ROW: tl.constexpr,
     COPY: tl.constexpr,
     TILE: tl.constexpr,
@@ -116,36 +124,36 @@ def _kernel(
     span = tl.load(pieces + 2 * program).to(tl.int64)
     start = tl.load(pieces + 2 * program + 1).to(tl.int64) * PIECE
     fields = table + 6 * span
-    source = tl.load(fields).to(tl.pointer_type(ELEMENT))
-    target = tl.load(fields + 1).to(tl.pointer_type(ELEMENT))
-    num_elements, num_columns = tl.load(fields + 2), tl.load(fields + 3)
-    first, row_step = tl.load(fields + 4).to(tl.uint64), tl.load(fields + 5).to(tl.uint64)
+    source = tl.load(fields).to(tl.pointer_type(WORD))
+    target = tl.load(fields + 1).to(tl.pointer_type(WORD))
+    num_words, num_columns = tl.load(fields + 2), tl.load(fields + 3)
+    first, stride = tl.load(fields + 4), tl.load(fields + 5)
     offsets = tl.arange(0, TILE)
-    keys = first + (start + offsets).to(tl.uint64) * GOLDEN
     total = tl.zeros([TILE], dtype=tl.uint64)
     not_finite = tl.zeros([TILE], dtype=tl.int32)
-    for begin in range(start, tl.minimum(start + PIECE, num_elements), TILE):
+    for begin in range(start, tl.minimum(start + PIECE, num_words), TILE):
         i = begin + offsets
-        inside = i < num_elements
-        element = tl.load(source + i, mask=inside, other=0)
+        inside = i < num_words
+        word = tl.load(source + i, mask=inside, other=0)
         if COPY:
-            element = tl.where(element == NEGATIVE_ZERO, 0, element).to(ELEMENT)
-            tl.store(target + i, element, mask=inside)
+            word = tl.where(word == NEGATIVE_ZERO, 0, word).to(WORD)
+            tl.store(target + i, word, mask=inside)
         if EXPONENT != 0:
-            not_finite |= ((element & EXPONENT) == EXPONENT).to(tl.int32)
-        z = element.to(tl.int64).to(tl.uint64)
+            not_finite |= ((word & EXPONENT) == EXPONENT).to(tl.int32)
         if ONE_ROW:
-            z += keys
-            keys += TILE * GOLDEN % 18446744073709551616
+            place = first + i
         else:
             row = i // num_columns
-            z += first + row.to(tl.uint64) * row_step + (i - row * num_columns).to(tl.uint64) * GOLDEN
-        z ^= z >> 32
-        z *= MULTIPLIER
-        z ^= z >> 32
-        z *= MULTIPLIER
-        z ^= z >> 32
-        total += tl.where(inside, z, 0)
+            place = first + row * stride + (i - row * num_columns)
+        low, high = place.to(tl.uint32), (place >> 32).to(tl.uint32)
+        u = word.to(tl.int32).to(tl.uint32, bitcast=True) + low * PLACE
+        u ^= u >> 16
+        u *= FIRST
+        u ^= u >> 15
+        u *= SECOND
+        u ^= u >> 15
+        v = (u + u) ^ (low * TWICE_ODD + high * TWICE_HIGH + 1)
+        total += tl.where(inside, u.to(tl.uint64) * v.to(tl.uint64), 0)
     tl.atomic_add(found + 2 * span, tl.sum(total, axis=0).to(tl.int64))
     if EXPONENT != 0:
         tl.atomic_or(found + 2 * span + 1, tl.max(not_finite, axis=0).to(tl.int64))

@@ -16,8 +16,6 @@ import torch
 from adapters.hf_convert.blocks import Blocks
 from adapters.hf_convert.digest import (
     EXPONENTS,
-    GOLDEN,
-    MULTIPLIER,
     check_place,
     copy_without_negative_zeros,
     finite_digest,
@@ -25,6 +23,7 @@ from adapters.hf_convert.digest import (
     place_in,
     render_digest,
     tensor_digest,
+    words_of,
 )
 from adapters.threads import spread
 
@@ -56,8 +55,10 @@ def partial_digests(parts: Sequence[Part]) -> list[int]:
         assert isinstance(part.tensor, torch.Tensor)
         check_place(tuple(part.tensor.shape), part.shape, part.dim, part.offset)
         first, stride, rows = place_in(part.tensor.shape, part.shape, part.dim, part.offset)
-        source = part.tensor.contiguous()
-        spans.append(kernel.Span(source=source, columns=source.numel() // max(rows, 1), first=first, stride=stride))
+        words = words_of(part.tensor)
+        each = words.numel() // max(part.tensor.numel(), 1)
+        columns = words.numel() // max(rows, 1)
+        spans.append(kernel.Span(source=words, columns=columns, first=first * each, stride=stride * each))
     return [total for total, _ in _begin_sums(kernel, spans, exponent=0)()]
 
 
@@ -65,12 +66,15 @@ def finite_digests(tensors: Sequence[torch.Tensor]) -> list[tuple[str, bool]]:
     """`finite_digest` of each: its digest, and whether every element is finite."""
     if (kernel := _kernel_for(tensors)) is None:
         return spread(finite_digest, tensors, sizes=[tensor.nbytes for tensor in tensors])
-    found: dict[int, tuple[int, bool]] = {}
+    found = {
+        i: finite_digest(tensor) for i, tensor in enumerate(tensors) if tensor.element_size() == 8
+    }  # two words each
     for exponent in {EXPONENTS.get(tensor.dtype, 0) for tensor in tensors}:
-        chosen = [i for i, tensor in enumerate(tensors) if EXPONENTS.get(tensor.dtype, 0) == exponent]
-        spans = [kernel.Span(source=tensors[i].contiguous(), columns=tensors[i].numel()) for i in chosen]
-        found |= zip(chosen, _begin_sums(kernel, spans, exponent=exponent)(), strict=True)
-    return [(render_digest(total), is_finite) for total, is_finite in (found[i] for i in range(len(tensors)))]
+        chosen = [i for i, t in enumerate(tensors) if i not in found and EXPONENTS.get(t.dtype, 0) == exponent]
+        spans = [kernel.Span(source=words_of(tensors[i]), columns=tensors[i].numel()) for i in chosen]
+        sums = _begin_sums(kernel, spans, exponent=exponent)()
+        found |= {i: (render_digest(total), is_finite) for i, (total, is_finite) in zip(chosen, sums, strict=True)}
+    return [found[i] for i in range(len(tensors))]
 
 
 def copies_without_negative_zeros(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[str]:
@@ -92,7 +96,9 @@ def begin_copies(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable
     spans, others = {}, {}
     for i, (source, target) in enumerate(pairs):
         if source.dtype in EXPONENTS:
-            spans[i] = kernel.Span(source=source.contiguous(), columns=source.numel(), target=target)
+            spans[i] = kernel.Span(source=words_of(source), columns=source.numel(), target=target)
+        elif source.is_floating_point():
+            others[i] = copy_without_negative_zeros(source, target)
         else:
             others[i] = tensor_digest(target.copy_(source))
     sums = _begin_sums(kernel, list(spans.values()), exponent=0)
@@ -114,8 +120,7 @@ def _begin_sums(kernel: ModuleType, spans: Sequence[Any], *, exponent: int) -> C
     for kind in dict.fromkeys(kinds):
         if chosen := [i for i, k in enumerate(kinds) if k == kind and spans[i].source.numel()]:
             of_kind = [spans[i] for i in chosen]
-            options = {"exponent": exponent, "golden": GOLDEN, "multiplier": MULTIPLIER}
-            launched.append((chosen, kernel.sums_of_mixed(of_kind, **options)))
+            launched.append((chosen, kernel.sums_of_products(of_kind, exponent=exponent)))
 
     def end() -> list[tuple[int, bool]]:
         found = [(0, True)] * len(spans)

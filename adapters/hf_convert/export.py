@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 from adapters.contract import Manifest, TensorSpec
 from adapters.durable import sync, sync_tree
+from adapters.hf_convert.digest import FORMULA
 from adapters.hf_convert.directory import CONFIG, INDEX, SINGLE, read_json
 from adapters.hf_convert.dtypes import num_bytes
 from adapters.hf_convert.files import RECORD, SideFiles, copy_side_files, write_json
@@ -67,6 +68,7 @@ def export_directory(
             **(facts or {}),
             "config": read_json(staging / CONFIG),
             "files": files,
+            "digest_formula": FORMULA,
             "tensors": msgspec.to_builtins(manifest.tensors),
             "digest": manifest.digest,
         })  # fmt: skip
@@ -98,6 +100,8 @@ class ExportRecord(msgspec.Struct, frozen=True, kw_only=True):
     config: dict[str, Any]
     files: dict[str, str]
     """SHA-256 of the files that `files.digests` lists."""
+    digest_formula: int = 1
+    """By which the tensors' digests were taken; the first one was not named."""
 
     @property
     def manifest(self) -> Manifest:
@@ -109,9 +113,15 @@ def read_record(directory: Path) -> ExportRecord | None:
     if not (directory / RECORD).is_file():
         return None
     try:
-        return msgspec.convert(read_json(directory / RECORD), ExportRecord)
+        record = msgspec.convert(read_json(directory / RECORD), ExportRecord)
     except msgspec.ValidationError as error:
         raise ValueError(f"{directory / RECORD}: not the record of an export ({error}); export again") from error
+    if record.digest_formula != FORMULA:
+        raise ValueError(
+            f"{directory / RECORD}: its digests are of formula {record.digest_formula}, expected {FORMULA}; "
+            "the tensors cannot be compared with them, export again"
+        )
+    return record
 
 
 def _same(one: Path, other: Path) -> bool:

@@ -31,10 +31,10 @@ def test_the_kernel_is_torchs_loop(shape: tuple[int, ...], dtype: torch.dtype) -
     assert tensor_digest(on_device) == tensor_digest(tensor)
     compiled = digest._compiled("cuda")
     assert compiled is not None
-    bits = on_device.view(digest._INTEGERS[tensor.element_size()]).view(shape[0], -1)
-    for first, stride in ((0, 0), (7, 9000), (2**63 - 5, 2**40 + 1)):
+    words = digest.words_of(on_device).view(shape[0], -1)
+    for first, stride in ((0, 0), (7, 9000), (2**32 - 70_001, 60_000), (2**61 - 5, 2**40 + 1)):
         arguments = {"first": first, "stride": stride}
-        assert compiled(bits, **arguments) == digest._sum_of_mixed(bits.cpu(), **arguments)
+        assert compiled(words, **arguments) == digest._sum_of_products(words.cpu(), **arguments)
     for dim in range(len(shape)):
         cut = shape[dim] // 3
         parts = [(0, cut), (cut, shape[dim] - cut)]

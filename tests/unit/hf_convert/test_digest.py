@@ -18,18 +18,21 @@ from adapters.hf_convert.digest import (
 )
 from adapters.hf_convert.manifest import manifest_of
 
-WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 def plain_digest(tensor: torch.Tensor) -> str:
     """The documented formula in Python integers."""
-    total = 0
-    for index, bits in enumerate(tensor.contiguous().view(-1).view(WIDTH[tensor.element_size()]).tolist()):
-        z = (bits + (index + 1) * 0x9E3779B97F4A7C15) % 2**64
-        for _ in range(2):
-            z = (z ^ z >> 32) * 0xD6E8FEB86659FD93 % 2**64
-        total += z ^ z >> 32
-    return f"{total % 2**64:016x}"
+    words = tensor.contiguous().view(-1).view(WORDS[tensor.element_size()]).tolist()
+    return f"{sum(plain_product(word, place) for place, word in enumerate(words, 1)) % 2**64:016x}"
+
+
+def plain_product(word: int, place: int) -> int:
+    z = (word + place * 0xD1B54A33) % 2**32
+    z = (z ^ z >> 16) * 0x21F0AAAD % 2**32
+    z = (z ^ z >> 15) * 0xD35A2D97 % 2**32
+    u = z ^ z >> 15
+    return u * (2 * u % 2**32 ^ (2 * (place * 0xABC98389 + (place >> 32) * 0x8CB92BA7) + 1) % 2**32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8])
@@ -48,15 +51,28 @@ def test_larger_than_a_tile() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float64])
 def test_the_compiled_loop_is_torchs(dtype: torch.dtype) -> None:
-    """numba's one pass and torch's tiles give the same value, also with row steps and keys that wrap."""
+    """numba's tiles and torch's give the same value, in rows that lie apart and beyond 2**32 words."""
     pytest.importorskip("numba")
-    tensor = (torch.randn(37, 501, generator=torch.Generator().manual_seed(0)) * 50).to(dtype)
-    bits = tensor.view(WIDTH[tensor.element_size()])
+    tensor = (torch.randn(5, 3001, generator=torch.Generator().manual_seed(0)) * 50).to(dtype)
+    words = digest.words_of(tensor).view(5, -1)
     compiled = digest._compiled("cpu")
     assert compiled is not None
-    for first, stride in ((0, 0), (7, 9000), (2**63 - 5, 2**40 + 1)):
+    for first, stride in ((0, 0), (7, 9000), (2**32 - 9001, 3001), (2**61 - 5, 2**40 + 1)):
         arguments = {"first": first, "stride": stride}
-        assert compiled(bits, **arguments) == digest._sum_of_mixed(bits, **arguments)
+        assert compiled(words, **arguments) == digest._sum_of_products(words, **arguments)
+
+
+@pytest.mark.parametrize("first", [2**32 - 3, 5 * 2**32 - 3, 2**61])
+def test_places_beyond_32_bits(first: int) -> None:
+    """A part of a tensor of more than 2**32 elements; 2**32 places further the same elements count otherwise."""
+    tensor = torch.randn(7, generator=torch.Generator().manual_seed(0))
+    words = tensor.view(torch.int32).tolist()
+    expected = sum(plain_product(word, first + place) for place, word in enumerate(words, 1)) % 2**64
+    assert partial_digest(tensor, shape=(2**62,), offset=first) == expected
+    assert partial_digest(tensor, shape=(2**62,), offset=first + 2**32) != expected
+    column = first % 2**33  # of a wide matrix
+    expected = sum(plain_product(word, column + row * 2**33 + 1) for row, word in enumerate(words)) % 2**64
+    assert partial_digest(tensor.view(7, 1), shape=(7, 2**33), dim=1, offset=column) == expected
 
 
 COMPILED, PLAIN = digest.COMPILED_ELEMENTS, 77
@@ -86,7 +102,7 @@ def test_integers_are_finite() -> None:
 
 
 @pytest.mark.parametrize("size", [COMPILED, PLAIN])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int32])
 def test_a_copy_has_no_negative_zeros_and_its_own_digest(size: int, dtype: torch.dtype) -> None:
     """Everything else is copied bitwise; the least integer, whose bits are a negative zero's, too."""
     wide = torch.randn(size * 2, generator=torch.Generator().manual_seed(0)) * 50
@@ -97,7 +113,7 @@ def test_a_copy_has_no_negative_zeros_and_its_own_digest(size: int, dtype: torch
     for source in (wide[:size], wide[::2]):  # contiguous or not
         expected = torch.where(source == 0, torch.zeros_like(source), source).contiguous()
         target = torch.full_like(expected, 7)
-        bits = WIDTH[target.element_size()]
+        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[target.element_size()]
         assert copy_without_negative_zeros(source, target) == tensor_digest(expected)
         assert torch.equal(target.view(bits), expected.view(bits))
 
@@ -131,8 +147,19 @@ def test_blocks_are_digested_as_the_matrix_they_hold(rows: int, dtype: torch.dty
     for dim, start, length in ((0, 3, 48), (0, 48, 5), (1, 0, 39), (1, 2, 38)):
         assert torch.equal(whole.narrow(dim, start, length), matrix.narrow(dim, start, length))
     assert whole.narrow(1, 0, 40) is whole
+    far = (2**32 - 30) // 40  # the second block of rows is beyond 2**32 elements
+    expected = partial_digest(matrix, shape=(2**40, 40), offset=far)
+    assert partial_digest(whole, shape=(2**40, 40), offset=far) == expected
     whole.memory[1, 2, 3] += 1
     assert render_digest(partial_digest(whole, shape=(96, 40))) != plain_digest(matrix)
+
+
+@pytest.mark.parametrize("rows", [1, 12, 16])
+def test_blocks_that_are_more_than_a_tile(rows: int) -> None:
+    """Tiles end between two columns of a block, also where its rows do not divide them."""
+    memory = torch.randn(3, 301, rows, generator=torch.Generator().manual_seed(0))
+    dense = memory.transpose(1, 2).reshape(3 * rows, 301)
+    assert render_digest(partial_digest(Blocks(memory), shape=(3 * rows, 301))) == plain_digest(dense)
 
 
 @settings(max_examples=60, deadline=None)

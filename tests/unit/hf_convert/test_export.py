@@ -156,6 +156,18 @@ def test_bad_streams(source: Path, tmp_path: Path, tensors: list[tuple[str, torc
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("formula", [1, 3])
+def test_digests_of_another_formula_are_not_compared(source: Path, tmp_path: Path, formula: int) -> None:
+    """They would differ in every tensor, as if the weights had changed. The first formula was not named."""
+    export(source, tmp_path / "out")
+    path = tmp_path / "out" / "tether_export.json"
+    record = json.loads(path.read_text())
+    assert record.pop("digest_formula") == 2
+    path.write_text(json.dumps(record if formula == 1 else record | {"digest_formula": formula}))
+    with pytest.raises(ValueError, match=f"digests are of formula {formula}, expected 2.*export again"):
+        read_record(tmp_path / "out")
+
+
 MEMORY = """
 import resource, sys, torch
 from pathlib import Path
