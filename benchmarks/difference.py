@@ -187,7 +187,6 @@ def measure(
 def cases(rows: int, longest: int) -> dict[str, tuple[variants.Variant, int]]:
     """Variants by name, with the tokens of a micro-batch."""
     v = variants
-    like_engine = v.together(v.rotary_table_in_bf16, v.rows_at_a_time(rows))
     return {
         "trainer": (v.as_it_is, 8192),
         "attention: torch's choice over buckets": (v.dense, 8192),
@@ -197,11 +196,10 @@ def cases(rows: int, longest: int) -> dict[str, tuple[variants.Variant, int]]:
         "products: one for each projection": (v.separate_products, 8192),
         f"products: {rows} rows at a time": (v.rows_at_a_time(rows), 8192),
         "between products: torch's own operations": (v.torch_operations, 8192),
-        "norm: rounded once": (v.norm_rounded_once, 8192),
-        "rotary: table in bf16": (v.rotary_table_in_bf16, 8192),
-        "rotary: table and rotation in bf16": (v.rotary_in_bf16, 8192),
+        "norm: rounded before its weight too": (v.norm_rounded_twice, 8192),
+        "rotary: table in fp32": (v.rotary_table_in_fp32, 8192),
+        "rotary: rotation in bf16": (v.rotary_in_bf16, 8192),
         "log-softmax: of fp32 logits": (v.head_in_fp32, 8192),
-        "rows and rotary table as in the engine": (like_engine, 8192),
     }
 
 

@@ -68,7 +68,7 @@ def _operations(config: Any, rows: int, device: str) -> Iterator[tuple[str, Call
         torch.ops._C.silu_and_mul(theirs, both)
         return gated_halves(both), theirs
 
-    def rotation(*, table: torch.dtype) -> tuple[Tensor, Tensor]:
+    def rotation() -> tuple[Tensor, Tensor]:
         heads, width = config.num_heads, config.head_dim
         q, positions = noise(tokens, heads, width), torch.arange(tokens, device=device) % LENGTH
         cos, sin = rotary_embedding(positions, head_dim=width, theta=config.rope_theta, dtype=torch.bfloat16)
@@ -77,7 +77,7 @@ def _operations(config: Any, rows: int, device: str) -> Iterator[tuple[str, Call
         cache = torch.cat([part[:, 0, : width // 2] for part in angles], -1).to(torch.bfloat16)
         theirs, keys = q.flatten(1).clone(), q.flatten(1).clone()
         torch.ops._C.rotary_embedding(positions, theirs, keys, width, cache, True)
-        return rotate(q, cos.to(table).to(cos.dtype), sin.to(table).to(sin.dtype)).flatten(1), theirs
+        return rotate(q, cos, sin).flatten(1), theirs
 
     def product(weight: Tensor) -> tuple[Tensor, Tensor]:
         return F.linear(x, weight), torch.cat([F.linear(part, weight) for part in x.split(rows)])
@@ -106,8 +106,7 @@ def _operations(config: Any, rows: int, device: str) -> Iterator[tuple[str, Call
 
     yield "norm", norm
     yield "gate", gate
-    yield "rotation: fp32 table of the trainer, bf16 table of the engine", lambda: rotation(table=torch.float32)
-    yield "rotation: bf16 table in both", lambda: rotation(table=torch.bfloat16)
+    yield "rotation", rotation
     yield f"product of gate and up: all rows, {rows} at a time", lambda: product(up)
     yield f"product of the head: all rows, {rows} at a time", lambda: product(noise(4096, hidden, std=0.02))
     yield "attention of prompts: kernels of trainer and engine", lambda: attention(decode=False)

@@ -108,28 +108,27 @@ def torch_operations(model: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def norm_rounded_once(model: Any) -> Iterator[None]:
-    """The norm's weight multiplied in fp32, rounded once, where the trainer rounds before the weight too."""
+def norm_rounded_twice(model: Any) -> Iterator[None]:
+    """The norm rounded before its weight too, as transformers does, where the trainer and vLLM round once on CUDA."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (wide * self.weight.float()).to(x.dtype)
+        return self.weight * wide.to(x.dtype)
 
     with replaced(parallel.RMSNorm, "forward", forward):
         yield
 
 
 @contextlib.contextmanager
-def rotary_table_in_bf16(model: Any) -> Iterator[None]:
-    """Cosines and sines rounded to the model's dtype, as vLLM's table has them; the rotation itself in fp32."""
+def rotary_table_in_fp32(model: Any) -> Iterator[None]:
+    """All digits of cosines and sines, where the trainer and vLLM round them to the model's dtype."""
     original = ouro.rotary_embedding
 
-    def rounded(*arguments: Any, dtype: torch.dtype, **options: Any) -> tuple[Tensor, Tensor]:
-        cos, sin = original(*arguments, dtype=dtype, **options)
-        return cos.to(torch.bfloat16).to(cos.dtype), sin.to(torch.bfloat16).to(sin.dtype)
+    def whole(*arguments: Any, dtype: torch.dtype, **options: Any) -> tuple[Tensor, Tensor]:
+        return original(*arguments, dtype=torch.float32, **options)
 
-    with replaced(ouro, "rotary_embedding", rounded):
+    with replaced(ouro, "rotary_embedding", whole):
         yield
 
 
@@ -156,16 +155,3 @@ def head_in_fp32(model: Any) -> Iterator[None]:
 
     with replaced(logprobs, "is_fused", lambda x: False), replaced(model.lm_head, "forward", forward):
         yield
-
-
-def together(*variants: Variant) -> Variant:
-    """All of them at once; later ones inside."""
-
-    @contextlib.contextmanager
-    def variant(model: Any) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for each in variants:
-                stack.enter_context(each(model))
-            yield
-
-    return variant

@@ -17,13 +17,28 @@ def is_fused(x: Tensor) -> bool:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension, in fp32 and rounded to x's dtype before the weight."""
+    """x / rms(x) * weight over the last dimension, in fp32, rounded to x's dtype as `weighted` says."""
     if is_fused(x):
         from adapters.megatron.kernels import norm
 
         return norm.rms_norm(x, weight, eps)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return weighted(wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps), weight, x)
+
+
+def weighted(normed: Tensor, weight: Tensor, x: Tensor) -> Tensor:
+    """normed * weight in x's dtype, rounded where vLLM's norm rounds on the same device.
+
+    On CUDA that is once, after the weight; elsewhere, as in transformers, before it too. It is the largest of what can
+    set trainer and engine apart in bf16 (docs/gpu.md).
+
+    Args:
+        normed: x / rms(x) in fp32, or wider.
+        weight: of x's dtype.
+    """
+    if is_fused(x):
+        return (normed * weight.to(normed.dtype)).to(x.dtype)
+    return weight * normed.to(x.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

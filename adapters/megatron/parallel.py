@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from adapters.megatron.elementwise import is_fused, rms_norm
+from adapters.megatron.elementwise import is_fused, rms_norm, weighted
 from adapters.parallelism import Parallelism
 
 
@@ -107,7 +107,7 @@ class SplitRMSNorm(nn.Module):
         # Summed over the ranks in forward, and its gradient in backward: every slice is scaled by the one sum.
         squares = reduce_from_tensor_model_parallel_region(wide.pow(2).sum(-1, keepdim=True))
         squares = copy_to_tensor_model_parallel_region(squares)
-        return self.weight * (wide * torch.rsqrt(squares / self.width + self.eps)).to(x.dtype)
+        return weighted(wide * torch.rsqrt(squares / self.width + self.eps), self.weight, x)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """Without it Megatron would save a slice as if it were a replica."""

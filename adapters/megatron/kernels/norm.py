@@ -17,7 +17,7 @@ PROGRAMS = 1024
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension, in fp32 and rounded to x's dtype before the weight.
+    """x / rms(x) * weight over the last dimension, in fp32 and rounded to x's dtype once, as vLLM's kernel does.
 
     Args:
         x: [..., H] bf16 or fp16.
@@ -60,9 +60,8 @@ def _forward(x, weight, out, scales, width, eps, BLOCK: tl.constexpr):
     value = tl.load(x + row * width + columns, mask=inside, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / width + eps)
     tl.store(scales + row, scale)
-    normed = (value * scale).to(out.dtype.element_ty).to(tl.float32)
     factor = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * width + columns, (normed * factor).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * width + columns, (value * scale * factor).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -78,7 +77,7 @@ def _backward(x, weight, scales, grads, dx, partial, count, width, BLOCK: tl.con
         grad = tl.load(grads + place, mask=inside, other=0.0).to(tl.float32)
         scale = tl.load(scales + row)
         normed = value * scale
-        summed += grad * normed.to(dx.dtype.element_ty).to(tl.float32)
+        summed += grad * normed
         grad = grad * factor
         mean = tl.sum(grad * normed, axis=0) / width
         tl.store(dx + place, (scale * (grad - normed * mean)).to(dx.dtype.element_ty), mask=inside)
