@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.tiny import write_ouro
+from tether import verify_run
 from tether.convert import main as convert
+from tether.stored import open_weights
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,6 +54,19 @@ def test_everything_holds(exported: Path, tiny_ouro: Path, capsys: pytest.Captur
     early, full = re.findall(r"(\S+) at (?:the default|full) depth", found["log-probs"])
     print(found["log-probs"])
     assert float(early) <= 1e-6 and float(full) <= 1e-6, "two correct fp32 programs at std 0.02"
+
+
+def test_the_bound_follows_what_fp32_rounds(exported: Path) -> None:
+    """The last bit of the embeddings moves log-probs about as far as fp32 is from fp64."""
+    model, _ = verify_run._load(open_weights(exported))
+    tokens, full = verify_run._tokens(model.config.vocab_size), {"depth": "full"}
+    with torch.no_grad():
+        moved = verify_run._rounding(model, tokens, full)
+        narrow = verify_run._chosen(model(tokens[None], **full).logits[0], tokens)
+        wide = verify_run._chosen(model.double()(tokens[None], **full).logits[0], tokens)
+    error = float((narrow - wide).abs().max())
+    print(f"moved {moved:.1e}, fp32's error {error:.1e}")
+    assert error / 4 <= moved <= 4 * error
 
 
 def test_olmoe(tiny_olmoe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
