@@ -13,7 +13,7 @@ whose form is that of MurmurHash3's finaliser; these constants have the least av
 list in the README of github.com/skeeto/hash-prospector). PLACE, ODD and HIGH are the odd integers closest to 2**32 / g,
 / g**2, / g**3 with g**4 = g + 1, whose multiples spread evenly in three dimensions.
 
-Why so: vector units and GPUs multiply 32 by 32 bits, in lanes of 32 (mix) and into 64 (u * v), and have nothing wider.
+Why so: AVX2 and GPUs multiply 32 by 32 bits, in lanes of 32 (mix) and into 64 (u * v), and have nothing wider.
 All of it is integer arithmetic that wraps, so the value is the same on every device and for every partition and order
 of summation; a shard only needs to know its place.
 

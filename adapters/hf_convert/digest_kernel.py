@@ -14,8 +14,8 @@ import torch
 
 from adapters.hf_convert.digest import HIGH, MULTIPLIERS, ODD, PLACE
 
-TILE = 1024
-"""Words that are mixed before their products are summed."""
+TILE = 256
+"""Words that are mixed before their products are summed: few, so that memory is read on while they are."""
 _FIRST, _SECOND = np.uint32(MULTIPLIERS[0]), np.uint32(MULTIPLIERS[1])
 _PLACE, _TWICE_ODD, _TWICE_HIGH = np.uint32(PLACE), np.uint32(2 * ODD % 2**32), np.uint32(2 * HIGH % 2**32)
 _ONE, _15, _16 = np.uint32(1), np.uint32(15), np.uint32(16)
