@@ -28,8 +28,9 @@ CUDA = (
     ["difference"],
     ["full_size", "--model", "ouro-1.4b"],
     ["full_size", "--model", "ouro-1.4b", "--part", "one-slot"],
+    ["full_size", "--model", "olmoe-1b-7b"],
 )
-TWO_DEVICES = (["full_size", "--model", "olmoe-1b-7b"],)
+TWO_DEVICES = (["full_size", "--model", "olmoe-1b-7b-ep2"],)
 
 
 def main() -> int:

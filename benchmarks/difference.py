@@ -195,10 +195,10 @@ def cases(rows: int, longest: int) -> dict[str, tuple[variants.Variant, int]]:
         "products: one sequence at a time": (v.as_it_is, longest),
         "products: one for each projection": (v.separate_products, 8192),
         f"products: {rows} rows at a time": (v.rows_at_a_time(rows), 8192),
-        "between products: torch's own operations": (v.torch_operations, 8192),
+        "between products: torch's own operations, whose norm rounds twice": (v.torch_operations, 8192),
+        "the same, and rotation in bf16": (v.rotary_in_bf16, 8192),
         "norm: rounded before its weight too": (v.norm_rounded_twice, 8192),
         "rotary: table in fp32": (v.rotary_table_in_fp32, 8192),
-        "rotary: rotation in bf16": (v.rotary_in_bf16, 8192),
         "log-softmax: of fp32 logits": (v.head_in_fp32, 8192),
     }
 

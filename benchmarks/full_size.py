@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "recipe": plan.recipe,
             "one_slot": plan.one_slot,
             "set": arguments.set,
-            "model": SHAPES[arguments.model],
+            "model": SHAPES[plan.model],
         },
         commit_id=arguments.commit,
         is_kept=not arguments.no_record,

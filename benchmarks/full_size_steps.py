@@ -178,6 +178,7 @@ def verify(steps: Steps, out: Path) -> list[str]:
     """The table of `tether.convert verify`; against the last checkpoint where there is one."""
     against = ["--against", str(out)] if any((out / "checkpoints").glob("iter_*")) else []
     text = steps.process("tether.convert", "verify", str(out / "hf"), *against, *steps.plan.verify)
+    text = text.replace(str(steps.folder), "FOLDER")
     return [line for line in text.strip().splitlines() if re.match(r"\S.*\s{2,}(ok|FAILED|-)\s{2,}", line)]
 
 

@@ -42,6 +42,15 @@ def printed(record: Record) -> Rows:
     ]
 
 
+def on_two_devices(record: Record) -> Rows:
+    """Of a run with two devices, the tests that need both: how they ended and what they measured."""
+    return ["test", "outcome", "printed"], [
+        [name.partition("::")[2], test["outcome"], "<br>".join(_cell(line) for line in test.get("printed", []))]
+        for name, test in record["results"]["tests"].items()
+        if name.endswith("-2]") and "disaggregated" in name
+    ]
+
+
 def scores(record: Record) -> Rows:
     """One row an update and depth: the difference that training met, beside the trainer's own error."""
     rows = []

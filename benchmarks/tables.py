@@ -163,6 +163,8 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "sequences_cpu": sequences,
     "disaggregated_cuda": with_source(performance_tables.disaggregated),
     "rollout_cuda": with_source(performance_tables.rollout),
+    "rollout_before_cuda": with_source(performance_tables.rollout),
+    "rollout_before_cuda.steps": with_source(performance_tables.rollout_steps),
     "rollout_cuda.steps": with_source(performance_tables.rollout_steps),
     "rollout_olmoe_cuda": with_source(performance_tables.rollout_experts),
     "train_replay_cuda": with_source(performance_tables.train_replay),
@@ -170,8 +172,7 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "olmoe_train_cuda": with_source(performance_tables.olmoe_train),
     "gpu_tests": with_source(gpu_tables.tests),
     "gpu_tests.printed": with_source(gpu_tables.printed),
-    "gpu_tests_more": with_source(gpu_tables.tests),
-    "gpu_tests_more.printed": with_source(gpu_tables.printed),
+    "gpu_tests_two": with_source(gpu_tables.on_two_devices),
     "fault_matrix_cuda": fault_matrix,
     **{
         f"full_size_{model}.{part}": with_source(make)
@@ -185,6 +186,8 @@ TABLES: dict[str, Callable[[Record], str]] = {
     },
     "full_size_ouro_1_4b_one_slot": with_source(gpu_tables.one_slot),
     "difference_ouro_1_4b": with_source(gpu_tables.causes),
+    "difference_before_ouro_1_4b": with_source(gpu_tables.causes),
+    "difference_before_ouro_1_4b.operations": with_source(gpu_tables.operations),
     "difference_ouro_1_4b.operations": with_source(gpu_tables.operations),
     "memory_ouro_1_4b": with_source(gpu_tables.trainer_memory),
     "memory_ouro_1_4b.engine": with_source(gpu_tables.engine_memory),
