@@ -103,12 +103,15 @@ def logprobs(shape: Shape) -> int:
 
 
 def gathers(shape: Shape) -> int:
-    """The largest tensor that a publication puts together from several processes; of experts, those of a layer."""
+    """The largest tensor that a publication puts together from several processes; of experts, a layer's projections.
+
+    Three times: the parts, what is made of them, and the one before, which waits for its bucket to be full.
+    """
     c, s = shape.config, shape.settings
     whole = max(prod(t.shape) for t in shape.table.values()) if s.tensor_parallel > 1 else 0
     if s.expert_parallel * s.expert_tensor_parallel > 1:
         whole = max(whole, 2 * c.num_experts * c.intermediate_size * c.hidden_size)
-    return whole * shape.element
+    return 3 * whole * shape.element
 
 
 def _layer(shape: Shape) -> int:

@@ -104,9 +104,10 @@ class RootModule(MegatronModule):
         raise_together(error if broken else None)
 
     def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole tensor on the CPU) of every physical tensor, in the table's order.
+        """(name, whole tensor on this rank's device) of every physical tensor, in the table's order.
 
-        Every rank must iterate to the end: the gathers are collective. A layer's experts are gathered as one stack.
+        A tensor that lies whole on this rank is a view of it: copy what is to outlast the next step. Every rank must
+        iterate to the end: the gathers are collective. A layer's experts are gathered as one stack.
         """
         parameters = dict(self.named_parameters())
         group = parallel_state.get_tensor_model_parallel_group()
@@ -118,7 +119,7 @@ class RootModule(MegatronModule):
                     gathered |= each.stack.gather(each.prefix, each.parameter.detach())
                 yield name, gathered.pop(name)
             else:
-                yield name, gather_whole(parameters[name].detach(), tensor.partition_dim, group).to("cpu", copy=True)
+                yield name, gather_whole(parameters[name].detach(), tensor.partition_dim, group)
 
     def read_out(
         self,

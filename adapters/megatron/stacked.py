@@ -101,11 +101,14 @@ class Stack(Stacked):
         return Cut(self.dim, rank, parallel_state.get_expert_tensor_parallel_world_size())
 
     def gather(self, prefix: str, stack: Tensor) -> dict[str, Tensor]:
-        """Every expert's tensors by name, on the CPU. Collective: every rank that has a part of an expert must join."""
+        """Every expert's tensors by name, views of the stack where this rank has all of them whole.
+
+        Collective: every rank that has a part of an expert must join.
+        """
         each = stack.unflatten(1, (len(self.parts), -1))
         each = gather_whole(each, 2 + self.dim, parallel_state.get_expert_tensor_parallel_group())
         each = gather_whole(each, 0, parallel_state.get_expert_model_parallel_group())
-        whole = each.flatten(1, 2).to("cpu", copy=True)
+        whole = each.flatten(1, 2)
         return dict(zip(self.names(prefix, 0, len(whole)), self.slices(whole), strict=True))
 
     def sharded(self, prefix: str, parameter: nn.Parameter) -> ShardedTensorFactory:

@@ -179,9 +179,10 @@ class Trainer:
         return [values[a:b].tolist() for a, b in zip(starts[:-1], starts[1:], strict=True)]
 
     def physical_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every stored tensor, whole, by Hugging Face name, in checkpoint order: a CPU copy in the training dtype.
+        """Every stored tensor, whole, by Hugging Face name, in checkpoint order, in the training dtype.
 
-        Every rank must iterate to the end: the gathers are collective.
+        It lies on this rank's device, and may be the parameter itself: copy what is to outlast the next step. Every
+        rank must iterate to the end: the gathers are collective.
         """
         self.gather_parameters()
         yield from self.model.whole_tensors()

@@ -92,4 +92,5 @@ def with_scores(samples: list[TrainSample], scores: list[list[float]]) -> list[T
 
 
 def tensors_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return dict(trainer.physical_tensors())
+    """Copies, which later updates leave alone."""
+    return {name: tensor.to("cpu", copy=True) for name, tensor in trainer.physical_tensors()}

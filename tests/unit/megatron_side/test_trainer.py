@@ -371,3 +371,10 @@ def test_nothing_to_train_on_is_no_step(tiny_ouro: Path) -> None:
     metrics = trainer.train(samples)
     assert metrics["num_steps"] == 0 and metrics["num_tokens"] == 0 and metrics["loss"] is None
     assert all(torch.equal(t, before[n]) for n, t in tensors_of(trainer).items())
+
+
+def test_whole_tensors_are_read_where_they_lie(tiny_ouro: Path) -> None:
+    """On one rank a publication copies each tensor once, into its bucket: before that none is copied."""
+    trainer = make_trainer(tiny_ouro)
+    own = {parameter.untyped_storage().data_ptr() for parameter in trainer.model.parameters()}
+    assert all(tensor.untyped_storage().data_ptr() in own for _, tensor in trainer.physical_tensors())

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tests import ranks
+from tests.unit.megatron_side.samples import tensors_of
 
 launch = partial(ranks.launch, "tests.unit.olmoe.ranks")
 LENGTHS = (1, 7, 20, 12)
@@ -57,7 +58,7 @@ def measure(folder: Path, name: str, **options: Any) -> dict[str, Any]:
     samples = torch.load(folder / "samples.pt", weights_only=False)
     found = {"logits": logits(trainer), "scores": trainer.score(samples), "metrics": trainer.train(samples)}
     checkpoint.save(folder / name, trainer, {"from": name})
-    return {**found, "weights": dict(trainer.physical_tensors())}
+    return {**found, "weights": tensors_of(trainer)}
 
 
 def again(folder: Path, name: str, **options: Any) -> dict[str, Any]:
@@ -66,10 +67,10 @@ def again(folder: Path, name: str, **options: Any) -> dict[str, Any]:
 
     trainer = make_trainer(folder / "model", load=False, **options)
     checkpoint.load(folder / name, trainer)
-    found = {"loaded": dict(trainer.physical_tensors())}
+    found = {"loaded": tensors_of(trainer)}
     checkpoint.save(folder / f"{name}_again", trainer, {}, update=1)
     samples = torch.load(folder / "samples.pt", weights_only=False)
-    return {**found, "metrics": trainer.train(samples), "weights": dict(trainer.physical_tensors())}
+    return {**found, "metrics": trainer.train(samples), "weights": tensors_of(trainer)}
 
 
 STAGES: dict[str, Callable[[Path], Any]] = {

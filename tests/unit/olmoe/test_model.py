@@ -11,6 +11,7 @@ import torch
 
 from adapters.hf_convert.directory import HFDirectory
 from tests.tiny import write_olmoe
+from tests.unit.megatron_side.samples import tensors_of
 from tests.unit.olmoe import reference
 from tests.unit.olmoe.ranks import LENGTHS, logits, make_trainer, sequences
 
@@ -151,7 +152,7 @@ def test_recomputation_replays(tiny_olmoe: Path) -> None:
     results = []
     for recompute in (False, True):
         trainer = make_trainer(tiny_olmoe, recompute=recompute)
-        results.append((trainer.train(elsewhere(samples_of(trainer))), dict(trainer.physical_tensors())))
+        results.append((trainer.train(elsewhere(samples_of(trainer))), tensors_of(trainer)))
     assert results[0][0] == results[1][0]
     assert all(torch.equal(results[0][1][name], tensor) for name, tensor in results[1][1].items())
 
@@ -159,7 +160,7 @@ def test_recomputation_replays(tiny_olmoe: Path) -> None:
 def test_refuses_what_cannot_be_replayed(tiny_olmoe: Path) -> None:
     """Unrecorded, unknown and doubled experts, other shapes, and a collapsed router: nothing is changed."""
     trainer = make_trainer(tiny_olmoe)
-    samples, before = samples_of(trainer), dict(trainer.physical_tensors())
+    samples, before = samples_of(trainer), tensors_of(trainer)
 
     def refused(change: Any, words: str, kind: type[Exception] = ValueError) -> None:
         with pytest.raises(kind, match=words):
