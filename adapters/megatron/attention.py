@@ -11,62 +11,15 @@ K key/value heads, D head width; in a bucket B sequences, Q queries and L keys o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from adapters.megatron.attention_view import Attention, AttentionView, Bucket
 from adapters.megatron.device_copy import to_device
-from adapters.megatron.varlen import PackedPass, packed_pass, varlen_attention
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionView:
-    """One pass's queries and keys. A kernel needs only this and q, k, v.
-
-    Query row i (of N, in sorted order) is the token at `query_positions[i]` of sequence s = `query_sequences[i]`. It
-    attends to stream places cu_seqlens[s] .. cu_seqlens[s] + position; k and v hold a place in row `key_rows[place]`.
-    """
-
-    num_queries: int
-    query_sequences: Tensor
-    """[N] int64."""
-    query_positions: Tensor
-    """[N] int64, from 0 in each sequence."""
-    cu_seqlens: Tensor
-    """[S + 1] int64, ascending boundaries in the stream."""
-    key_rows: Tensor
-    """[T] int64: stream place -> sorted row."""
-    num_key_rows: int
-    """The kernel reads the first of the sorted rows' keys and values, this many; N where only active tokens are seen
-    and the kernel's form says so, else T."""
-    buckets: tuple[Bucket, ...]
-    """The same, as dense batches for `sdpa_attention`; empty for another kernel."""
-    bucket_places: Tensor
-    """[N] int64: query row -> its place in the buckets' concatenated output; empty without buckets."""
-    packed: PackedPass | None
-    """The same, as one packed causal batch for `varlen_attention`; None for another kernel."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bucket:
-    """Sequences of similar length as one dense batch."""
-
-    num_sequences: int
-    query_rows: Tensor
-    """[B * Q] int64 sorted rows; padding repeats a row and is never read."""
-    key_rows: Tensor
-    """[B * L] int64 sorted rows; padding repeats a row and is masked or, under a causal mask, never reached."""
-    mask: Tensor | None
-    """[B, 1, Q, L] bool, True where a query may look; None when every token is active: plain causal."""
-
-
-Attention = Callable[[Tensor, Tensor, Tensor, AttentionView], Tensor]
-"""(q [N, H, D], k [T, K, D], v [T, K, D], view) -> [N, H * D]; k and v in sorted row order, all sequences causal.
-
-k and v have at least the `view.num_key_rows` rows that are read."""
+from adapters.megatron.varlen import packed_pass, varlen_attention
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,36 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from adapters.megatron.attention_view import AttentionView, PackedPass
 from adapters.megatron.device_copy import to_device
 from adapters.megatron.gather import Gather
-
-if TYPE_CHECKING:
-    from adapters.megatron.attention import AttentionView
-
-
-@dataclass(frozen=True, kw_only=True)
-class PackedPass:
-    """One pass's queries and keys at their places in the stream."""
-
-    cu_seqlens: Tensor
-    """[S + 1] int32 boundaries of the places."""
-    longest: int
-    """Places of the longest sequence."""
-    num_key_rows: int
-    """Keys are looked for in the first of the sorted rows, this many."""
-    keys: Gather | None
-    """Sorted rows -> places; None where the rows stand in stream order. The next two are None with it."""
-    queries: Gather | None
-    """Active rows -> places; at a place whose token has left the query is zero."""
-    outputs: Gather | None
-    """Places -> active rows."""
-
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
 """(q [M, H, D], k [M, K, D], v [M, K, D], cu_seqlens, longest) -> [M, H, D], causal within each sequence."""

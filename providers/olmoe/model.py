@@ -17,8 +17,8 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from adapters.megatron.attention import Attention as AttentionKernel
 from adapters.megatron.attention import choose_attention
+from adapters.megatron.attention_view import Attention as AttentionKernel
 from adapters.megatron.moe import moe_config
 from adapters.megatron.parallel import Column, current_parallelism, require, transformer_config
 from adapters.megatron.root import RootModule

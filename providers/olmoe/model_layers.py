@@ -14,8 +14,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from adapters.megatron.attention import Attention as AttentionKernel
-from adapters.megatron.attention import AttentionView, replay_layout
+from adapters.megatron.attention import replay_layout
+from adapters.megatron.attention_view import Attention as AttentionKernel
+from adapters.megatron.attention_view import AttentionView
 from adapters.megatron.elementwise import rotate
 from adapters.megatron.moe import MoE, Routed
 from adapters.megatron.parallel import Column, Embedding, Part, RMSNorm, Row, SplitRMSNorm, pad_rows

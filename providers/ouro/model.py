@@ -20,8 +20,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from adapters.megatron.attention import Attention as AttentionKernel
-from adapters.megatron.attention import AttentionView, ReplayLayout, choose_attention, replay_layout
+from adapters.megatron.attention import ReplayLayout, choose_attention, replay_layout
+from adapters.megatron.attention_view import Attention as AttentionKernel
+from adapters.megatron.attention_view import AttentionView
 from adapters.megatron.elementwise import gated, gated_halves, rotate, rotated_heads
 from adapters.megatron.joined import can_join, joined
 from adapters.megatron.parallel import (

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from adapters.megatron.attention import Attention, AttentionView, replay_layout, sdpa_attention
+from adapters.megatron.attention import replay_layout, sdpa_attention
+from adapters.megatron.attention_view import Attention, AttentionView
 from adapters.megatron.optimizer import Adam
 from adapters.megatron.varlen import varlen_attention
 from tests.unit.megatron_side.samples import make_samples, make_trainer, tensors_of

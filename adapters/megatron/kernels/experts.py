@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from adapters.megatron.elementwise import take_rows
+from adapters.megatron.kernels.rows import take_rows
 
 
 class Places(NamedTuple):

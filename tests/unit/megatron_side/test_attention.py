@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from adapters.megatron.attention import AttentionView, choose_attention, replay_layout, sdpa_attention
+from adapters.megatron.attention import choose_attention, replay_layout, sdpa_attention
+from adapters.megatron.attention_view import AttentionView
 from adapters.megatron.varlen import packed_attention, varlen_attention
 
 

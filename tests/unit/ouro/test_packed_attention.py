@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from adapters.megatron import varlen
-from adapters.megatron.attention import Attention, sdpa_attention
+from adapters.megatron.attention import sdpa_attention
+from adapters.megatron.attention_view import Attention
 from tests.unit.megatron_side.test_attention import DEPTHS, causal_by_the_book, depths_of
 from tests.unit.ouro.test_model import load
 
