@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from adapters.hf_convert.digest import HIGH, MULTIPLIERS, ODD, PLACE
+from adapters.vector_memory import LINE, finish_lines, store_line
 
 TILE = 256
 """Words that are mixed before their products are summed: few, so that memory is read on while they are."""
@@ -20,6 +21,7 @@ _FIRST, _SECOND = np.uint32(MULTIPLIERS[0]), np.uint32(MULTIPLIERS[1])
 _PLACE, _TWICE_ODD, _TWICE_HIGH = np.uint32(PLACE), np.uint32(2 * ODD % 2**32), np.uint32(2 * HIGH % 2**32)
 _ONE, _15, _16 = np.uint32(1), np.uint32(15), np.uint32(16)
 _HALF, _LOW = np.uint64(32), np.uint64(2**32 - 1)
+_LINE = np.uintp(LINE)
 
 
 def sum_of_products(
@@ -81,12 +83,30 @@ def _add_products(pairs, count):
     return total
 
 
+@numba.njit(inline="always")
+def _store(words, target, row, begin, count):
+    """The first words to a place in a row, past the cache if that is whole lines: nobody reads them soon.
+
+    Takes no slices: numba counts their references by locked instructions, which wait for every line.
+    """
+    size = np.uintp(count * words.itemsize)
+    at = np.uintp(words.ctypes.data)
+    to = np.uintp(target.ctypes.data + (row * target.shape[1] + begin) * words.itemsize)
+    if to % _LINE or size % _LINE:
+        for j in range(count):
+            target[row, begin + j] = words[j]
+    else:
+        for offset in range(np.uintp(0), size, _LINE):
+            store_line(to + offset, at + offset)
+
+
 @numba.njit(nogil=True, cache=True)
 def _sum(source, target, first, stride, rows, steps, magnitude):
     """`target` and `magnitude` may be None: then nothing is copied, and the largest magnitude is not looked for."""
     pairs = np.empty(TILE, np.uint64)
     mixed = pairs.view(np.uint32)
     negative_zero = np.int32(np.iinfo(source.dtype).min)
+    written = np.empty(TILE, source.dtype)
     total, peak = np.uint64(0), np.int32(0)
     length = TILE // rows * rows
     for a in range(source.shape[0]):
@@ -99,12 +119,11 @@ def _sum(source, target, first, stride, rows, steps, magnitude):
             u_key = np.uint32(low * _PLACE)
             v_key = np.uint32(np.uint32(low * _TWICE_ODD) + np.uint32(high * _TWICE_HIGH) + _ONE)
             words = source[a, begin : begin + count]
-            copies = words if target is None else target[a, begin : begin + count]
             for j in range(count):
                 word = np.int32(words[j])
                 if target is not None:
                     word = word if word != negative_zero else np.int32(0)
-                    copies[j] = word
+                    written[j] = word
                 if magnitude is not None:
                     peak = max(peak, np.int32(word & magnitude))
                 u = _mix(np.uint32(np.uint32(word) + np.uint32(steps[j] + u_key)))
@@ -112,6 +131,10 @@ def _sum(source, target, first, stride, rows, steps, magnitude):
                 mixed[TILE + j] = np.uint32(u + u) ^ np.uint32(steps[TILE + j] + v_key)
             if count % 2:
                 mixed[count] = 0  # u: the product is 0
+            if target is not None:
+                _store(written, target, a, begin, count)
             total += _add_products(pairs, (count + 1) // 2)
             begin += count
+    if target is not None:
+        finish_lines()
     return total, peak

@@ -118,6 +118,23 @@ def test_a_copy_has_no_negative_zeros_and_its_own_digest(size: int, dtype: torch
         assert torch.equal(target.view(bits), expected.view(bits))
 
 
+@pytest.mark.parametrize("shift", [0, 4])
+@pytest.mark.parametrize("size", [COMPILED, COMPILED + 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_copy_writes_its_target_alone_on_cache_lines_or_not(dtype: torch.dtype, size: int, shift: int) -> None:
+    """shift: bytes of the target beyond a cache line. In place, too."""
+    source = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    room = torch.full((source.nbytes + 256,), 7, dtype=torch.uint8)
+    begin = 64 + -room.data_ptr() % 64 + shift
+    end = begin + source.nbytes
+    target = room[begin:end].view(dtype)
+    assert copy_without_negative_zeros(source, target) == tensor_digest(source)
+    assert torch.equal(target, source) and (room[:begin] == 7).all() and (room[end:] == 7).all()
+    target[5] = -0.0
+    assert copy_without_negative_zeros(target, target) == tensor_digest(target)
+    assert not target[5].signbit() and torch.equal(target[6:], source[6:])
+
+
 @pytest.mark.parametrize("rows", [8, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_blocks_are_digested_as_the_matrix_they_hold(rows: int, dtype: torch.dtype) -> None:
