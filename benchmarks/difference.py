@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", choices=[name for name in SHAPES if "ouro" in name], default="ouro-1.4b")
     parser.add_argument("--requests", type=int, default=16, help="of each policy, decoded at the same time")
     parser.add_argument("--tokens", type=int, default=64, help="of each prompt, and of each response")
-    parser.add_argument("--commit", help="of a working tree without git, as on a lent machine")
+    parser.add_argument("--commit", help="of a working tree without git")
     parser.add_argument("--no-record", action="store_true", help="print only; the working tree may differ from HEAD")
     arguments = parser.parse_args(argv)
     recording = record.Recording(

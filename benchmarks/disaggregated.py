@@ -35,7 +35,7 @@ POLICY = "early:0.8:2:4"
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--commit", help="of a working tree without git, as on a lent machine")
+    parser.add_argument("--commit", help="of a working tree without git")
     arguments = parser.parse_args(argv)
     remarks = Remarks()
     logging.getLogger("adapters").addHandler(remarks)

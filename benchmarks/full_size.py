@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, nargs="+", default=[], help="the first one with room is used")
     parser.add_argument("--limit-seconds", type=float, default=500, help="all of it; what is not done then is an error")
     parser.add_argument("--name", help="of the JSON; full_size_MODEL[_one_slot] if left out")
-    parser.add_argument("--commit", help="of a working tree without git, as on a lent machine")
+    parser.add_argument("--commit", help="of a working tree without git")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="over the plan's settings")
     parser.add_argument("--no-record", action="store_true", help="print only; the working tree may differ from HEAD")
     arguments = parser.parse_args(argv)

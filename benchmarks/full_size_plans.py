@@ -96,7 +96,7 @@ PLANS: dict[str, Plan] = {
     "olmoe-1b-7b-ep2": Plan(
         model="olmoe-1b-7b",
         # Each card: its half of the experts, 58 GB with gradients, masters and moments, and 6 GB of the rest; the first
-        # one the engine too: 14 GB, as much again while a version waits, 3 GB of keys and values.
+        # one the engine too: 14 GB, two staged versions of 14 GB, 3 GB of keys and values.
         recipe={
             **_OLMOE,
             **_ON_H200,

@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--chunk-rows", type=int, nargs="+", default=[1024, 2048, 4096])
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--name", default="logprob_cuda")
-    parser.add_argument("--commit", help="of a working tree without git, as on a lent machine")
+    parser.add_argument("--commit", help="of a working tree without git")
     a = parser.parse_args()
     rows, hidden, vocab = (64, 32, 96) if a.tiny else (16384, 2048, 49152)
     settings = {"rows": rows, "hidden": hidden, "vocabulary": vocab, "dtype": "bfloat16", "repeats": a.repeats}

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--shape", choices=SHAPES, default="ouro-1.4b" if torch.cuda.is_available() else "tiny-ouro")
     parser.add_argument("--no-engine", action="store_true")
-    parser.add_argument("--commit", help="of a working tree without git, as on a lent machine")
+    parser.add_argument("--commit", help="of a working tree without git")
     parser.add_argument("--no-record", action="store_true", help="print only; the working tree may differ from HEAD")
     arguments = parser.parse_args(argv)
     recording = record.Recording(

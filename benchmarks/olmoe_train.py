@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--name", default="olmoe_train_cuda")
-    parser.add_argument("--commit", help="of a working tree without git, as on a lent machine")
+    parser.add_argument("--commit", help="of a working tree without git")
     a = parser.parse_args()
     hf, shape = SHAPES["tiny-olmoe" if a.tiny else "olmoe-1b-7b"], (2, 24) if a.tiny else (4, 2048)
     settings = {"model": hf, "sequences": shape[0], "tokens_each": shape[1], "repeats": a.repeats, "recompute": True}

@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--staging", choices=["host", "shadow", "ipc"], default="host")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the command; records nothing")
     parser.add_argument("--ahead", action="store_true", help="rounds run before the machine's other work; needs root")
-    parser.add_argument("--commit", help="of a working tree without git, as on a lent machine")
+    parser.add_argument("--commit", help="of a working tree without git")
     parser.add_argument("--no-record", action="store_true", help="print only; the working tree may differ from HEAD")
     arguments = parser.parse_args(argv)
     device, staging = arguments.device, arguments.staging

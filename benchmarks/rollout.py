@@ -73,7 +73,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(CASES), default="ouro-1.4b")
     parser.add_argument("--tiny", action="store_true", help="a small model, a few tokens, no record: does it run?")
-    parser.add_argument("--commit", help="of a working tree without git, as on a lent machine")
+    parser.add_argument("--commit", help="of a working tree without git")
     parser.add_argument("--engines", nargs="+", choices=list(CASES["ouro-1.4b"]), help="in this order")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--child", nargs=3, metavar=("ENGINE", "MODEL", "ANSWER"), help=argparse.SUPPRESS)

@@ -165,7 +165,6 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "rollout_cuda": with_source(performance_tables.rollout),
     "rollout_before_cuda": with_source(performance_tables.rollout),
     "rollout_before_cuda.steps": with_source(performance_tables.rollout_steps),
-    "rollout_cuda.steps": with_source(performance_tables.rollout_steps),
     "rollout_olmoe_cuda": with_source(performance_tables.rollout_experts),
     "train_replay_cuda": with_source(performance_tables.train_replay),
     "logprob_cuda": with_source(performance_tables.logprob),

@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--any-order", action="store_true", help="sums in any order: not bitwise repeatable")
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--name", default="train_replay_cuda")
-    parser.add_argument("--commit", help="of a working tree without git, as on a lent machine")
+    parser.add_argument("--commit", help="of a working tree without git")
     a = parser.parse_args()
     hf, layouts = SHAPES["tiny-ouro" if a.tiny else "ouro-1.4b"], [(16, 1024), (64, 256)]
     if a.tiny:

@@ -25,6 +25,8 @@ CONTEXT_BYTES = 600 << 20
 """A CUDA context with cuBLAS workspaces, of each process."""
 STEP_TOKENS = 2048
 """Tokens of one engine step (`EngineSettings.max_num_batched_tokens`)."""
+BUCKET_BYTES = 256 << 20
+"""Of a published version, written together (`memory.buckets.BUCKET_BYTES`)."""
 GRAPH_BYTES = 4 << 20
 """Of one captured graph; a looped model has three for each loop and batch size."""
 
@@ -103,15 +105,18 @@ def logprobs(shape: Shape) -> int:
 
 
 def gathers(shape: Shape) -> int:
-    """The largest tensor that a publication puts together from several processes; of experts, a layer's projections.
+    """What a publication puts together from several processes, and the buckets that it passes through.
 
-    Three times: the parts, what is made of them, and the one before, which waits for its bucket to be full.
+    Of tensors the largest: its parts, the whole, and the one before, which waits for its bucket to be full. Of experts
+    seven [E, I, H]: parts and whole of a layer's gate and up, and all three projections of the layer before. A version
+    that will wait elsewhere than in the trainer's memory is written by way of two buckets there.
     """
     c, s = shape.config, shape.settings
-    whole = max(prod(t.shape) for t in shape.table.values()) if s.tensor_parallel > 1 else 0
+    whole = 3 * max(prod(t.shape) for t in shape.table.values()) if s.tensor_parallel > 1 else 0
     if s.expert_parallel * s.expert_tensor_parallel > 1:
-        whole = max(whole, 2 * c.num_experts * c.intermediate_size * c.hidden_size)
-    return 3 * whole * shape.element
+        whole = max(whole, 7 * c.num_experts * c.intermediate_size * c.hidden_size)
+    buckets = 0 if s.staging == "ipc" else min(2 * BUCKET_BYTES, _staged(shape))
+    return whole * shape.element + buckets
 
 
 def _layer(shape: Shape) -> int:

@@ -157,7 +157,8 @@ def _logprobs(weights: Weights, model: Any, config: Any, truth: Mapping[str, Any
                 problems.append(f"{seen[-1]} from the trainer's, expected at most {bound:.1e} (fp32 rounding)")
             if loops is None:
                 break
-    return check("log-probs", problems, f"{len(tokens)} tokens, from the trainer's at most " + ", ".join(seen))
+    fine = f"{len(tokens)} tokens, from the trainer's at most {', '.join(seen)}; {bound:.1e} allowed"
+    return check("log-probs", problems, fine)
 
 
 def _chosen(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -17,9 +17,9 @@ Why so: AVX2 and GPUs multiply 32 by 32 bits, in lanes of 32 (mix) and into 64 (
 All of it is integer arithmetic that wraps, so the value is the same on every device and for every partition and order
 of summation; a shard only needs to know its place.
 
-One changed element always changes the digest: v is odd, and bit j of it depends on bits of u below j alone, so the low
-half of u * v is a bijection of u, and u one of the element. It also sees what a sum of values does not: two elements
-exchanged, a shard put in another's place, -0.0 against 0.0, the payload of a NaN. Other changes go unseen with
+One changed element of at most 4 bytes always changes the digest: v is odd, and bit j of it depends on bits of u below j
+alone, so the low half of u * v is a bijection of u, and u one of the element. It also sees what a sum of values does not:
+two elements exchanged, a shard put in another's place, -0.0 against 0.0, the payload of a NaN. Other changes go unseen with
 probability close to 2**-64: the same sum of words of w bits, counted over all changes of two elements, misses 1.2 times
 2**-2w of them, and of three 1.02 times (`tests/unit/hf_convert/test_digest_strength.py`). The place enters twice, since
 n * PLACE alone is as far apart as their values for some pairs of elements, and exchanging two such pairs would go

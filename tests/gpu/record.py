@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--workers", type=int, default=6, help="test files at a time; they share the devices")
     parser.add_argument("--name", default="gpu_tests", help="of the JSON")
-    parser.add_argument("--commit", help="of a working tree without git, as on a lent machine")
+    parser.add_argument("--commit", help="of a working tree without git")
     arguments, others = parser.parse_known_args(argv)
     commit = arguments.commit or record.commit()
     options = ["-q", "-n", str(arguments.workers), "--dist", "loadfile", "--no-loadscope-reorder", "--tb=short"]

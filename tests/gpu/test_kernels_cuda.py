@@ -79,6 +79,20 @@ def case(name: str, rows: int) -> tuple[list[Tensor], list[object]]:
     return [noise(rows, 2 * 1000)], []
 
 
+def test_the_norm_rounds_where_vllms_does() -> None:
+    """Once, after the weight: nearly every value is that of the engine's kernel."""
+    import vllm._custom_ops  # noqa: F401  registers the operators
+
+    [x, weight], [eps] = case("rms_norm", 300)
+    theirs = torch.empty_like(x)
+    torch.ops._C.rms_norm(theirs, x, weight, eps)
+    wide = x.float()
+    twice = weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(BF16)
+    shares = [float((each != theirs).float().mean()) for each in (elementwise.rms_norm(x, weight, eps), twice)]
+    print(f"differing: once {shares[0]:.1e}, twice {shares[1]:.1e}")
+    assert shares[0] < 0.01 < 0.1 < shares[1]
+
+
 @pytest.mark.parametrize("rows", [1, 37, 3000])
 @pytest.mark.parametrize("name", ["rms_norm", "rotate", "rotated_heads", "gated", "gated_halves", "joined"])
 def test_kernel_is_as_near_to_fp64_as_torch(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,7 +117,7 @@ def test_nothing_is_written_where_nothing_is_kept(tmp_path: Path, monkeypatch: p
         ("difference_ouro_1_4b.operations", {"rows": []}),
         ("train_replay_cuda", {"limit": {"flops_per_second": 1.0}, "updates": [], "peers": []}),
         ("olmoe_train_cuda", {"limit": {"flops_per_second": 1.0}}),
-        ("rollout_cuda.steps", {"rows": [], "profiled_steps": []}),
+        ("rollout_before_cuda.steps", {"rows": [], "profiled_steps": []}),
     ],
 )
 def test_table_of_a_part_that_was_not_reached(table: str, results: dict[str, object]) -> None:

@@ -7,6 +7,7 @@ own: `shared_memory` (files in memory) and `device_memory` (the trainer's CUDA m
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -101,6 +102,8 @@ class BucketStore(abc.ABC):
                 yield self._finish(started)
         except BaseException:
             if started is not None:
+                with contextlib.suppress(Exception):
+                    started.digests()  # a device may still be writing
                 self.remove([started.bucket])
             raise
 

@@ -36,7 +36,7 @@ SAVE_SECONDS = 5
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--processes", type=int, default=1, help="engines that share the cells among them")
-    parser.add_argument("--commit", help="of a working tree without git, as on a lent machine")
+    parser.add_argument("--commit", help="of a working tree without git")
     arguments = parser.parse_args(argv)
     cuda = torch.cuda.device_count()
     engines = [(model, workers) for model, workers in ENGINES if not cuda or workers <= cuda]

@@ -174,14 +174,12 @@ def test_gate_is_frozen_and_the_rest_moves(tiny_ouro: Path) -> None:
 
 
 def test_weights_go_in_and_out_bitwise(tiny_ouro: Path) -> None:
-    """load_hf and physical_tensors are inverse, in checkpoint order, and what comes out is a copy."""
+    """load_hf and physical_tensors are inverse, in checkpoint order."""
     trainer = make_trainer(tiny_ouro)
     stored = load_file(tiny_ouro / "model.safetensors")
     out = tensors_of(trainer)
     assert list(out) == list(trainer.model.physical) and set(out) == set(stored)
     assert all(torch.equal(out[name], tensor) for name, tensor in stored.items())
-    out["model.norm.weight"].zero_()
-    assert torch.equal(tensors_of(trainer)["model.norm.weight"], stored["model.norm.weight"])
 
 
 def test_clipping_and_schedule(tiny_ouro: Path) -> None:

@@ -71,6 +71,8 @@ def test_every_parameter_is_loaded(tiny_olmoe: Path) -> None:
     stored, own = HFDirectory(tiny_olmoe), dict(fresh.physical_tensors())
     assert list(own) == list(fresh.model.physical) and own.keys() == stored.tensors.keys()
     assert all(torch.equal(own[name], stored.read(name)) for name in own)
+    places = {parameter.untyped_storage().data_ptr() for parameter in fresh.model.parameters()}
+    assert all(tensor.untyped_storage().data_ptr() in places for tensor in own.values()), "views, no copies"
     names = {name for name, _ in fresh.model.named_parameters()}
     assert {f"model.layers.0.mlp.experts.{part}__0__7" for part in ("gate_proj__up_proj", "down_proj")} <= names
 

@@ -74,7 +74,7 @@ def test_olmoe(tiny_olmoe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert convert(["export", str(tiny_olmoe), str(tmp_path / "hf")]) == 0
     code, found = lines(tmp_path / "hf", capsys)
     assert code == 0 and "OlmoeForCausalLM by transformers, its own code" in found["loads"]
-    assert float(found["log-probs"].rpartition(" ")[2]) <= 1e-6
+    assert float(re.findall(r"at most (\S+);", found["log-probs"])[0]) <= 1e-6
 
 
 @pytest.mark.parametrize(
@@ -91,6 +91,17 @@ def test_another_computation_is_seen(
     assert code == 1
     assert found["config"].startswith("FAILED") and found["log-probs"].startswith("FAILED")
     assert "from the trainer's, expected at most" in found["log-probs"]
+
+
+def test_another_computation_is_seen_where_fp32_rounds_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """At std 0.2 the bound is far above that of a shallow model's; another epsilon is farther off still."""
+    out = tmp_path / "hf"
+    assert convert(["export", str(write_ouro(tmp_path / "model", std=0.2)), str(out), "--remote-code", "ours"]) == 0
+    _, found = lines(out, capsys)
+    assert float(re.findall(r"; (\S+) allowed", found["log-probs"])[0]) > 1e-4
+    edit(out / "config.json", rms_norm_eps=1e-5)
+    code, found = lines(out, capsys)
+    assert code == 1 and found["log-probs"].startswith("FAILED"), found
 
 
 def test_a_wrong_end_token_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
