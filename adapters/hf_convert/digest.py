@@ -18,13 +18,13 @@ All of it is integer arithmetic that wraps, so the value is the same on every de
 of summation; a shard only needs to know its place.
 
 One changed element of at most 4 bytes always changes the digest: v is odd, and bit j of it depends on bits of u below j
-alone, so the low half of u * v is a bijection of u, and u one of the element. It also sees what a sum of values does not:
-two elements exchanged, a shard put in another's place, -0.0 against 0.0, the payload of a NaN. Other changes go unseen with
-probability close to 2**-64: the same sum of words of w bits, counted over all changes of two elements, misses 1.2 times
-2**-2w of them, and of three 1.02 times (`tests/unit/hf_convert/test_digest_strength.py`). The place enters twice, since
-n * PLACE alone is as far apart as their values for some pairs of elements, and exchanging two such pairs would go
-unseen. It is a checksum against mistakes, not a cryptographic hash: whoever wants a collision can construct one. Dtype
-and shape are not part of it and are compared beside it.
+alone, so the low half of u * v is a bijection of u, and u one of the element. It also sees what a sum of values does
+not: two elements exchanged, a shard put in another's place, -0.0 against 0.0, the payload of a NaN. Other changes go
+unseen with probability close to 2**-64: the same sum of words of w bits, counted over all changes of two elements,
+misses 1.2 times 2**-2w of them, and of three 1.02 times (`tests/unit/hf_convert/test_digest_strength.py`). The place
+enters twice, since n * PLACE alone is as far apart as their values for some pairs of elements, and exchanging two such
+pairs would go unseen. It is a checksum against mistakes, not a cryptographic hash: whoever wants a collision can
+construct one. Dtype and shape are not part of it and are compared beside it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ from types import ModuleType
 import torch
 
 from adapters.hf_convert.blocks import Blocks
+from adapters.hf_convert.digest_constants import HIGH, MULTIPLIERS, ODD, PLACE
 
-MULTIPLIERS = (0x21F0AAAD, 0xD35A2D97)
-PLACE, ODD, HIGH = 0xD1B54A33, 0xABC98389, 0x8CB92BA7
 FORMULA = 2
 """The number of this formula, which is kept beside digests that are stored."""
 COMPILED_ELEMENTS = 1 << 20

@@ -12,7 +12,7 @@ import numba
 import numpy as np
 import torch
 
-from adapters.hf_convert.digest import HIGH, MULTIPLIERS, ODD, PLACE
+from adapters.hf_convert.digest_constants import HIGH, MULTIPLIERS, ODD, PLACE
 from adapters.vector_memory import LINE, finish_lines, store_line
 
 TILE = 256

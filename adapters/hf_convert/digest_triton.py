@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from adapters.hf_convert.digest import HIGH, MULTIPLIERS, ODD, PLACE
+from adapters.hf_convert.digest_constants import HIGH, MULTIPLIERS, ODD, PLACE
 
 TILE = 2048
 """Words of one step of a program."""
