@@ -139,7 +139,7 @@ def _logprobs(weights: Weights, model: Any, config: Any, truth: Mapping[str, Any
     from adapters.megatron.runtime import device
 
     tokens = _tokens(config.vocab_size)
-    problems, seen, rounding = [], [], 0.0
+    runs: list[tuple[str, float, float]] = []
     with _trainer_model(weights, truth) as trainer, torch.no_grad():
         for options in ({}, {"depth": "full"}):
             output = model(tokens[None], **options)
@@ -147,16 +147,17 @@ def _logprobs(weights: Weights, model: Any, config: Any, truth: Mapping[str, Any
             trace = None if loops is None else loops[0]
             logits = trainer(tokens.to(device()), torch.tensor([0, len(tokens)]), trace).cpu()
             mine, theirs = (_chosen(x, tokens) for x in (output.logits[0], logits))
-            difference = float((mine - theirs).abs().max())
-            bound = RELATIVE_BOUND * max(1.0, float(logits.abs().max()))
-            rounding = rounding or _rounding(model, tokens, {} if loops is None else {"depth": "full"})
-            bound = max(bound, ROUNDINGS * rounding)
-            depth = options.get("depth", "the default")
-            seen.append(f"{difference:.1e}" + ("" if loops is None else f" at {depth} depth"))
-            if not difference <= bound:
-                problems.append(f"{seen[-1]} from the trainer's, expected at most {bound:.1e} (fp32 rounding)")
+            where = "" if loops is None else f" at {options.get('depth', 'the default')} depth"
+            runs.append((where, float((mine - theirs).abs().max()), float(logits.abs().max())))
             if loops is None:
                 break
+        rounding = _rounding(model, tokens, mine, options)  # of the deepest run
+    problems, seen = [], []
+    for where, difference, largest in runs:
+        bound = max(RELATIVE_BOUND * max(1.0, largest), ROUNDINGS * rounding)
+        seen.append(f"{difference:.1e}{where}")
+        if not difference <= bound:
+            problems.append(f"{seen[-1]} from the trainer's, expected at most {bound:.1e} (fp32 rounding)")
     fine = f"{len(tokens)} tokens, from the trainer's at most {', '.join(seen)}; {bound:.1e} allowed"
     return check("log-probs", problems, fine)
 
@@ -166,15 +167,14 @@ def _chosen(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return logits.log_softmax(-1).gather(1, tokens.roll(-1)[:, None])[:, 0]
 
 
-def _rounding(model: Any, tokens: torch.Tensor, options: Mapping[str, Any]) -> float:
-    """The largest change of log-probs when every embedded value moves by one in its last bit, up or down."""
+def _rounding(model: Any, tokens: torch.Tensor, still: torch.Tensor, options: Mapping[str, Any]) -> float:
+    """The largest change of log-probs `still` when every embedded value moves by one in its last bit, up or down."""
     generator = torch.Generator().manual_seed(1)
 
     def move(_module: Any, _inputs: Any, states: torch.Tensor) -> torch.Tensor:
         signs = 2 * torch.randint(2, states.shape, generator=generator) - 1
         return states * (1 + signs * torch.finfo(states.dtype).eps)
 
-    still = _chosen(model(tokens[None], **options).logits[0], tokens)
     hook = model.get_input_embeddings().register_forward_hook(move)
     try:
         moved = _chosen(model(tokens[None], **options).logits[0], tokens)

@@ -61,8 +61,8 @@ def test_the_bound_follows_what_fp32_rounds(exported: Path) -> None:
     model, _ = verify_run._load(open_weights(exported))
     tokens, full = verify_run._tokens(model.config.vocab_size), {"depth": "full"}
     with torch.no_grad():
-        moved = verify_run._rounding(model, tokens, full)
         narrow = verify_run._chosen(model(tokens[None], **full).logits[0], tokens)
+        moved = verify_run._rounding(model, tokens, narrow, full)
         wide = verify_run._chosen(model.double()(tokens[None], **full).logits[0], tokens)
     error = float((narrow - wide).abs().max())
     print(f"moved {moved:.1e}, fp32's error {error:.1e}")
