@@ -35,18 +35,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--name", default="gpu_tests", help="of the JSON")
     parser.add_argument("--commit", help="of a working tree without git")
     arguments, others = parser.parse_known_args(argv)
-    commit = arguments.commit or record.commit()
+    recording = record.Recording(
+        arguments.name,
+        command=" ".join(["python -m tests.gpu.record", *others]),
+        settings={"models": "tiny Ouro and OLMoE, std 0.02", "TRITON_F32_DEFAULT": "ieee"},
+        commit_id=arguments.commit,
+    )
     options = ["-q", "-n", str(arguments.workers), "--dist", "loadfile", "--no-loadscope-reorder", "--tb=short"]
     options += ["-m", "not slow", "-p", "no:cacheprovider", *others]
-    command = " ".join(["python -m tests.gpu.record", *others])
-    return int(pytest.main([*TESTS, *options], plugins=[Recorder(arguments.name, command, commit)]))
+    return int(pytest.main([*TESTS, *options], plugins=[Recorder(recording)]))
 
 
 class Recorder:
     """A plugin of pytest: every report goes into the JSON at once, so that a run cut short has said what it saw."""
 
-    def __init__(self, name: str, command: str, commit: str) -> None:
-        self._name, self._command, self._commit = name, command, commit
+    def __init__(self, recording: record.Recording) -> None:
+        self._recording = recording
         self.tests: dict[str, dict[str, Any]] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -61,25 +65,13 @@ class Recorder:
         if report.skipped and isinstance(report.longrepr, tuple):
             entry["why"] = report.longrepr[2]
         self.tests[name] = entry
-        self._write(complete=False)
+        outcomes = [test["outcome"] for test in self.tests.values()]
+        counts = {outcome: outcomes.count(outcome) for outcome in ("passed", "failed", "skipped")}
+        self._recording.save(**counts, tests=self.tests)
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        if self.tests:
-            self._write(complete=exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED))
-
-    def _write(self, *, complete: bool) -> None:
-        outcomes = [test["outcome"] for test in self.tests.values()]
-        record.write(
-            self._name,
-            command=self._command,
-            settings={"models": "tiny Ouro and OLMoE, std 0.02", "TRITON_F32_DEFAULT": "ieee"},
-            results={
-                **{outcome: outcomes.count(outcome) for outcome in ("passed", "failed", "skipped")},
-                "tests": self.tests,
-            },
-            commit_id=self._commit,
-            complete=complete,
-        )
+        if self.tests and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            self._recording.finish()
 
 
 if __name__ == "__main__":
