@@ -66,7 +66,10 @@ _ON_H200 = {
     "deadline_seconds": 300,
 }
 _OLMOE = {**_COMMON, "remote_code": "keep", "save_every": 0, "diagnose": True}
+_OLMOE_ON_H200 = {**_OLMOE, **_ON_H200, "peak_flops": 782e12}
+_EP2 = {"train_devices": 2, "expert_parallel": 2}
 _TINY = {"prompts_per_update": 4, "group_size": 2, "max_new_tokens": 16, "tokens_per_microbatch": 512}
+_TWO_UPDATES: dict[str, Any] = {"stops": (2,), "verify": ("--files-only",)}
 
 PLANS: dict[str, Plan] = {
     "ouro-1.4b": Plan(
@@ -82,31 +85,20 @@ PLANS: dict[str, Plan] = {
         # 124.5 GB of weights, gradients, masters and moments, and the engine's 13.8 GB of weights and 2.2 GB of keys
         # and values (64 sequences of 256 tokens): versions wait in host memory, and micro-batches are small.
         recipe={
-            **_OLMOE,
-            **_ON_H200,
+            **_OLMOE_ON_H200,
             "tokens_per_microbatch": 2048,
             "staging": "host",
             "kv_cache_bytes": 2_200_000_000,
-            "peak_flops": 782e12,
         },
-        stops=(2,),
-        verify=("--files-only",),
+        **_TWO_UPDATES,
         disk_bytes=32 << 30,
     ),
     "olmoe-1b-7b-ep2": Plan(
         model="olmoe-1b-7b",
         # Each card: its half of the experts, 58 GB with gradients, masters and moments, and 6 GB of the rest; the first
         # one the engine too: 14 GB, two staged versions of 14 GB, 3 GB of keys and values.
-        recipe={
-            **_OLMOE,
-            **_ON_H200,
-            "train_devices": 2,
-            "expert_parallel": 2,
-            "kv_cache_bytes": 3_000_000_000,
-            "peak_flops": 782e12,
-        },
-        stops=(2,),
-        verify=("--files-only",),
+        recipe={**_OLMOE_ON_H200, **_EP2, "kv_cache_bytes": 3_000_000_000},
+        **_TWO_UPDATES,
         disk_bytes=32 << 30,
     ),
     "tiny-ouro": Plan(
@@ -120,17 +112,15 @@ PLANS: dict[str, Plan] = {
     "tiny-olmoe": Plan(
         model="tiny-olmoe",
         recipe={**_OLMOE, **_TINY},
-        stops=(2,),
+        **_TWO_UPDATES,
         num_prompts=24,
         prompt_tokens=16,
-        verify=("--files-only",),
     ),
     "tiny-olmoe-ep2": Plan(
         model="tiny-olmoe",
-        recipe={**_OLMOE, **_TINY, "train_devices": 2, "expert_parallel": 2},
-        stops=(2,),
+        recipe={**_OLMOE, **_TINY, **_EP2},
+        **_TWO_UPDATES,
         num_prompts=24,
         prompt_tokens=16,
-        verify=("--files-only",),
     ),
 }

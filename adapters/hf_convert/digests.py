@@ -66,9 +66,8 @@ def finite_digests(tensors: Sequence[torch.Tensor]) -> list[tuple[str, bool]]:
     """`finite_digest` of each: its digest, and whether every element is finite."""
     if (kernel := _kernel_for(tensors)) is None:
         return spread(finite_digest, tensors, sizes=[tensor.nbytes for tensor in tensors])
-    found = {
-        i: finite_digest(tensor) for i, tensor in enumerate(tensors) if tensor.element_size() == 8
-    }  # two words each
+    # Of 8 bytes an element is two words, of which the kernel cannot say whether they are finite.
+    found = {i: finite_digest(tensor) for i, tensor in enumerate(tensors) if tensor.element_size() == 8}
     for exponent in {EXPONENTS.get(tensor.dtype, 0) for tensor in tensors}:
         chosen = [i for i, t in enumerate(tensors) if i not in found and EXPONENTS.get(t.dtype, 0) == exponent]
         spans = [kernel.Span(source=words_of(tensors[i]), columns=tensors[i].numel()) for i in chosen]
