@@ -39,7 +39,7 @@ OLMOE: dict[str, list[Case]] = {
     "synchronous": [("full", count, 128) for count in (256, 1)],
 }
 CASES = {"ouro-1.4b": OURO, "olmoe-1b-7b": OLMOE}
-DEFAULT = {"ouro-1.4b": ("graphs", "peer", "eager", PROFILE), "olmoe-1b-7b": ("graphs", "peer")}
+DEFAULT = {"ouro-1.4b": ("graphs", "peer", "eager", PROFILE), "olmoe-1b-7b": ("graphs", "peer", PROFILE)}
 """Engines, the most telling first: a run may be cut off."""
 TINY = {"ouro-1.4b": "tiny-ouro", "olmoe-1b-7b": "tiny-olmoe"}
 
