@@ -68,6 +68,7 @@ def main() -> None:
     for recompute in () if a.no_peer else (True, False):
         add("peers", peer(hf, recompute=recompute, tiny=a.tiny, repeats=a.repeats))
     trainer = make_trainer(hf, sdpa=a.sdpa)
+    runtime.freeze_objects()  # as a run does before its first update
     for sequences, length in layouts:
         first = length == layouts[0][1]
         for depth in a.depths if first else [d for d in a.depths if d in ("full", "early_exit")]:

@@ -92,6 +92,8 @@ def train(job: Job, stop: StopRequests) -> None:
 
     Asked to stop, it ends with a checkpoint after the update it is in; nothing is exported then.
     """
+    from adapters.megatron.runtime import freeze_objects
+
     with contextlib.ExitStack() as stack:
         start.files(job)
         wait_for_engine = stack.enter_context(start.launch_engine(job))
@@ -110,6 +112,7 @@ def train(job: Job, stop: StopRequests) -> None:
 
         publish(run)
         saver.save(state)
+        freeze_objects()
         with Progress(total=job.arguments.updates, done=state.update) as progress:
             while run.state.update < job.arguments.updates and not on_any_rank(stop.reason() is not None):
                 try:

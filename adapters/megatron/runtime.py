@@ -5,6 +5,8 @@ A trainer process is started by torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_
 
 from __future__ import annotations
 
+import gc
+import logging
 import math
 import os
 import random
@@ -16,6 +18,8 @@ import torch
 import torch.distributed as dist
 
 from adapters.megatron import cpu_runtime
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +100,26 @@ def shutdown() -> None:
 def device() -> torch.device:
     """Where this rank computes."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def freeze_objects() -> int:
+    """Leaves every object that exists now out of Python's garbage collection, and logs how many those are.
+
+    Call it once in a trainer process, when everything is started and loaded and before the first update. Imports and
+    the model leave a third of a million tracked objects, and a full collection, which comes about once in four updates
+    in the middle of a forward pass, walks all of them: a quarter of a second and more, on one rank while the others
+    wait. Objects of the start live as long as the process, so the collector need not walk them. What is made later is
+    collected as ever, and a frozen object is still freed when its last reference goes: only frozen cycles are not. So a
+    process that builds one trainer after another must not call this.
+
+    Returns:
+        The number of objects that are left out.
+    """
+    gc.collect()  # else what is garbage already would stay for good
+    gc.freeze()
+    count = gc.get_freeze_count()
+    logger.info("garbage collection leaves out %d objects of the start", count)
+    return count
 
 
 def raise_together(error: BaseException | None) -> None:

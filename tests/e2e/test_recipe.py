@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import signal
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -82,6 +84,18 @@ def test_recipe_leaves_a_whole_run(continuous: tuple[Path, str]) -> None:
         assert len({sample["seed"] for sample in samples}) == 64
     assert [line.split(":")[0] for line in text.splitlines()[-3:]] == ["run", "resume", "export"]
     wait_until(lambda: not processes_of(out), seconds=30, what="the last process of a finished run")
+
+
+def test_objects_of_the_start_are_left_to_themselves(continuous: tuple[Path, str]) -> None:
+    """The process freezes what it has made once, between its start and the first update's samples."""
+    log = (continuous[0] / "logs" / "trainer_rank0.log").read_text()
+    [(when, count)] = re.findall(r"^(\S+ \S+) INFO \S+: garbage collection leaves out (\d+) objects", log, re.MULTILINE)
+    frozen_at = datetime.strptime(when, "%Y-%m-%d %H:%M:%S,%f").timestamp()
+    made_at = [
+        (continuous[0] / name).stat().st_mtime for name in ("checkpoints/iter_0000000", "rollouts/update_0000001.jsonl")
+    ]
+    assert made_at[0] < frozen_at + 1e-3 and frozen_at < made_at[1]
+    assert int(count) > 100_000, "the modules and the model are not among them"
 
 
 def test_engine_of_a_killed_run_ends_by_itself(killed: Path) -> None:
