@@ -247,7 +247,7 @@ class OuroModel(nn.Module):
             self._count(hidden_NH)
             chance = self.exit_chance(hidden_NH[: step.size]) if plan.needs_gate else None
             graphs.leave(exits.after(loop, chance))
-        step.finish_later(exits.depth)
+        step.finish(exits.depth)
         return hidden_NH
 
     def _count(self, x_AH: torch.Tensor) -> None:

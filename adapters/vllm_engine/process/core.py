@@ -8,7 +8,6 @@ from typing import Any
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from adapters.contract import GenerationRequest, PluginMissing, ScoreRequest, Version
@@ -23,7 +22,11 @@ WORKER = "adapters.vllm_engine.worker.worker.TetherWorker"
 
 
 class Core:
-    """One vLLM engine, stepped by its owner. Not for use from several threads."""
+    """One vLLM engine, stepped by its owner. Not for use from several threads.
+
+    Requests and outputs pass vLLM's core as they are: its front end would make, at every step, an object of each
+    request's text, ranks and log-probs so far, of which nothing is wanted before the end.
+    """
 
     def __init__(self, settings: EngineSettings) -> None:
         try:
@@ -33,7 +36,8 @@ class Core:
         (self.trace_layout, *_) = self.rpc("tether_install", settings.execution, settings.staging)
         self.model_config = self.engine.vllm_config.model_config
         self.transfers = Transfers(self.engine, self.rpc, settings.transfer) if settings.transfer else None
-        self._running: dict[str, Running] = {}
+        self._running: dict[str, Running] = {}  # by vLLM's id
+        self._internal_ids: dict[str, str] = {}  # vLLM's id of each request
         self.rules = RequestRules(
             layout=self.trace_layout,
             max_model_len=self.model_config.max_model_len,
@@ -114,48 +118,49 @@ class Core:
         cache_salt: str | None = None,
         transfer: str | None = None,
     ) -> None:
-        if request.request_id in self._running:
+        if request.request_id in self._internal_ids:
             raise ValueError(f"request id {request.request_id!r} is already running")
         prompt: Any = {"prompt_token_ids": list(tokens)}
         if cache_salt is not None:
             prompt["cache_salt"] = cache_salt
-        params = VllmSamplingParams(**parameters, output_kind=RequestOutputKind.DELTA)
-        internal_id = self.engine.add_request(request.request_id, prompt, params)
-        self._running[request.request_id] = Running(request, internal_id, transfer)
+        made = self.engine.input_processor.process_inputs(
+            request.request_id,
+            prompt,
+            VllmSamplingParams(**parameters),
+            supported_tasks=self.engine.get_supported_tasks(),
+        )
+        self.engine.input_processor.assign_request_id(made)
+        self.engine.engine_core.add_request(made)
+        self._running[made.request_id] = Running(request, made.request_id, transfer)
+        self._internal_ids[request.request_id] = made.request_id
 
     def step(self, version: Version) -> list[Outcome]:
         """One scheduler step -> the requests it finished."""
         finished = []
-        for output in self.engine.step():
-            running = self._running[output.request_id]
-            running.params = output.kv_transfer_params
-            (completion,) = output.outputs
-            running.token_ids += completion.token_ids
-            if completion.logprobs is not None:  # a score request asks for none
-                for token, choices in zip(completion.token_ids, completion.logprobs, strict=True):
-                    running.logprobs.append(choices[token].logprob)
+        for output in self.engine.engine_core.get_output().outputs:
+            if (running := self._running.get(output.request_id)) is None:
+                continue  # aborted while its last step was under way
+            running.extend(output)
             if output.finished:
-                finished.append((running, str(completion.finish_reason)))
+                finished.append((running, str(output.finish_reason)))
         return self._finish(finished, version)
 
     def take_arrivals(self) -> list[tuple[str, int]]:
         """(request, bytes) of the handed over prompts whose keys and values came since the last call."""
         arrived = self.transfers.take_arrived() if self.transfers else {}
-        found = (
-            [(r, arrived[r.internal_id]) for r in self._running.values() if r.internal_id in arrived] if arrived else []
-        )
-        for running, num_bytes in found:
+        found = {self._running[i]: num_bytes for i, num_bytes in arrived.items() if i in self._running}
+        for running, num_bytes in found.items():
             running.num_bytes = num_bytes
-        return [(running.request.request_id, num_bytes) for running, num_bytes in found]
+        return [(running.request.request_id, num_bytes) for running, num_bytes in found.items()]
 
     def abort(self, request_ids: Sequence[str], version: Version) -> list[Outcome]:
         """Ends requests with what they have; ids that are not running are ignored."""
-        ended = [self._running[r] for r in request_ids if r in self._running]
-        self.engine.abort_request([r.request.request_id for r in ended])
+        ended = [self._running[self._internal_ids[r]] for r in request_ids if r in self._internal_ids]
+        self.engine.engine_core.abort_requests([r.internal_id for r in ended])
         return self._finish([(r, "abort") for r in ended], version)
 
     def abort_all(self, version: Version) -> list[Outcome]:
-        return self.abort(list(self._running), version)
+        return self.abort(list(self._internal_ids), version)
 
     def drop_caches(self) -> None:
         """Forgets every cached block: their keys and values belong to other weights."""
@@ -167,7 +172,7 @@ class Core:
             return []
         (records, *_) = self.rpc("tether_take", [r.internal_id for r, _ in ended])
         for running, _ in ended:
-            del self._running[running.request.request_id]
+            del self._running[running.internal_id], self._internal_ids[running.request.request_id]
         return [
             outcome(running, record, reason, version, self.trace_layout)
             for (running, reason), record in zip(ended, records, strict=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from adapters.contract import GenerationRequest, GenerationResult, ScoreRequest, ScoreResult, Trace, Version
 from adapters.vllm_engine.process.messages import Handover, Lost, Prefilled
 from adapters.vllm_engine.worker.model_interface import TraceLayout
 from adapters.vllm_engine.worker.records import Record
+
+if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreOutput
 
 Outcome = GenerationResult | ScoreResult | Prefilled | Lost
 
@@ -26,6 +29,20 @@ class Running:
         self.logprobs: list[float] = []
         self.params: dict[str, Any] | None = None
         self.num_bytes = 0
+
+    def extend(self, output: EngineCoreOutput) -> None:
+        """Takes what a step added.
+
+        Raises:
+            RuntimeError: the log-probs are of other tokens. vLLM gives that of the sampled token first.
+        """
+        self.params = output.kv_transfer_params
+        self.token_ids += output.new_token_ids
+        if (found := output.new_logprobs) is None:  # a score request asks for none
+            return
+        if (tokens := found.logprob_token_ids[:, 0].tolist()) != output.new_token_ids:
+            raise RuntimeError(f"request {self.request.request_id!r}: log-probs of {tokens}, of {output.new_token_ids}")
+        self.logprobs += found.logprobs[:, 0].tolist()
 
 
 def outcome(running: Running, record: Record | None, reason: str, version: Version, layout: TraceLayout) -> Outcome:

@@ -101,7 +101,7 @@ class Transfers:
         deadline = time.monotonic() + self._seconds + LET_GO_SECONDS
         while self.pending:
             self.release([r.request_id for r in self._scheduler.requests.values() if r.is_finished()])
-            self._engine.step()
+            self._engine.engine_core.get_output()
             if time.monotonic() > deadline:
                 held = sorted(self._scheduler.requests)
                 raise RuntimeError(f"keys and values of {held[:10]} are still held after their deadline")

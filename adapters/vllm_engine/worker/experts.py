@@ -57,10 +57,10 @@ class ExpertRouting:
             rows = np.flatnonzero(seen)
             self._forced = step.index(rows), step.index(step.recorded[rows])
 
-    def end(self, num_tokens: int) -> np.ndarray:
-        """[num_tokens, layers, top_k] uint8 experts that the step's tokens used."""
+    def end(self, num_tokens: int) -> torch.Tensor:
+        """[num_tokens, layers, top_k] experts that the step's tokens used: a copy, on the model's device."""
         self._forced = None
-        return self._capturer.snapshot_routing_data(num_tokens).to("cpu", torch.uint8).numpy()
+        return self._capturer.snapshot_routing_data(num_tokens)
 
     def _force(self, router: Any, layer: int) -> None:
         """Wraps the choice of one layer's router; the capturer sees what comes out."""

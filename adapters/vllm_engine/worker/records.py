@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -43,14 +44,25 @@ class Record:
     expires: float = field(default_factory=lambda: time.monotonic() + KEEP_SECONDS)
 
 
-@dataclass(frozen=True)
-class _Pending:
-    """Values of a step that the device has not delivered yet."""
+class Deliveries:
+    """Values that the device has not delivered yet, stored in the order of their steps."""
 
-    slots: np.ndarray
-    positions: np.ndarray
-    owners: np.ndarray
-    values: Later
+    def __init__(self) -> None:
+        self._queue: deque[tuple[Later, Callable[[np.ndarray], None]]] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._queue)
+
+    def put(self, values: Later, store: Callable[[np.ndarray], None]) -> None:
+        """Calls `store` with the values once they are here: now, if they are and nothing waits before them."""
+        self._queue.append((values, store))
+        self.settle(wait=False)
+
+    def settle(self, *, wait: bool) -> None:
+        """Stores what is here, step by step, up to the first that is not; or waits for all of it."""
+        while self._queue and (wait or self._queue[0][0].is_here):
+            values, store = self._queue.popleft()
+            store(values.get())
 
 
 class Records:
@@ -70,9 +82,9 @@ class Records:
         self._orders: dict[int, ScoreOrder] = {}
         self._scores: dict[int, np.ndarray] = {}
         self._rows = np.zeros((0, 0, *row_shape), np.uint8)
-        self._pending: deque[_Pending] = deque()
+        self._pending = Deliveries()
         self.known = np.zeros(0, np.int64)
-        self._ran = np.zeros(0, np.int64)  # as `known`, with values that are pending
+        self.ran = np.zeros(0, np.int64)  # as `known`, with values that are pending
         self._owner = np.zeros(0, np.int64)  # counts the requests that had a slot
         self.reach = np.zeros(0, np.int64)
         self.policies = np.zeros((0, policy_width), np.float64)
@@ -99,7 +111,7 @@ class Records:
         self._slots[request_id] = slot
         self._rows[slot, : len(known)] = known
         self.known[slot], self.reach[slot], self.policies[slot] = len(known), reach, policy
-        self._ran[slot] = len(known)
+        self.ran[slot] = len(known)
         self._owner[slot] += 1
         if order is not None:
             self._orders[slot], self._scores[slot] = order, np.full(len(order.targets), np.nan, np.float32)
@@ -114,10 +126,10 @@ class Records:
         Waits for pending values only if one of these tokens ran in a step whose values are pending. A later step's may
         be known already, so what is missing is asked of the rows.
         """
-        self._settle(wait=False)
+        self._pending.settle(wait=False)
         values = self._known_values(slots, positions)
-        if self._pending and ((positions < self._ran[slots]) & _anywhere(values == self.unknown)).any():
-            self._settle(wait=True)
+        if self._pending and ((positions < self.ran[slots]) & _anywhere(values == self.unknown)).any():
+            self._pending.settle(wait=True)
             values = self._known_values(slots, positions)
         return values
 
@@ -131,6 +143,8 @@ class Records:
         Raises:
             RuntimeError: a row is not known: it would reach the trainer as if it had been seen.
         """
+        if self.known[slot] < self.ran[slot]:
+            self._pending.settle(wait=True)
         first = int(self.known[slot])
         if (missing := np.flatnonzero(_anywhere(rows == self.unknown))).size:
             raise RuntimeError(
@@ -138,21 +152,18 @@ class Records:
             )
         self._rows[slot, first : first + len(rows)] = rows
         self.known[slot] = first + len(rows)
-        self._ran[slot] = max(self._ran[slot], self.known[slot])
+        self.ran[slot] = max(self.ran[slot], self.known[slot])
 
     def record_later(self, slots: np.ndarray, positions: np.ndarray, values: Later) -> None:
-        """Stores what ran, [n], when the device delivers it; for requests that are gone by then, nowhere."""
-        np.maximum.at(self._ran, slots, positions + 1)
-        self._pending.append(_Pending(slots, positions, self._owner[slots], values))
-        self._settle(wait=False)
+        """Stores what ran, [n, ...], when the device delivers it; for requests that are gone by then, nowhere."""
+        np.maximum.at(self.ran, slots, positions + 1)
+        owners = self._owner[slots]
 
-    def _settle(self, *, wait: bool) -> None:
-        """Stores pending values, step by step, up to the first that is not here; or waits for all of them."""
-        while self._pending and (wait or self._pending[0].values.is_here):
-            pending = self._pending.popleft()
-            same = self._owner[pending.slots] == pending.owners
-            values = pending.values.get().astype(np.int64)
-            self.record(pending.slots[same], pending.positions[same], values[same])
+        def store(delivered: np.ndarray) -> None:
+            same = self._owner[slots] == owners
+            self.record(slots[same], positions[same], delivered[same])
+
+        self._pending.put(values, store)
 
     def record(self, slots: np.ndarray, positions: np.ndarray, values: np.ndarray) -> None:
         """Stores what ran. Raises RuntimeError if a recorded token ran otherwise, or a position was skipped."""
@@ -165,7 +176,7 @@ class Records:
             )
         self._rows[slots, positions] = values
         np.maximum.at(self.known, slots, positions + 1)
-        np.maximum.at(self._ran, slots, positions + 1)
+        np.maximum.at(self.ran, slots, positions + 1)
 
     def order(self, slot: int) -> ScoreOrder | None:
         return self._orders.get(slot)
@@ -178,7 +189,7 @@ class Records:
         slot = self._slots.pop(request_id, None)
         if slot is None:
             return
-        self._settle(wait=False)  # what its tokens ran is here, for its last token is
+        self._pending.settle(wait=False)  # what its tokens ran is here, for its last token is
         self._owner[slot] += 1
         scores = tuple(self._scores.pop(slot, np.zeros(0, np.float32)).tolist())
         self._orders.pop(slot, None)
@@ -212,7 +223,7 @@ class Records:
         new_slots, new_capacity = max(num_slots, 2 * have_slots), max(capacity, have_capacity)
         grow, flat = (0, new_slots - have_slots), ((0, 0),) * len(self.row_shape)
         self._rows = np.pad(self._rows, (grow, (0, new_capacity - have_capacity), *flat), constant_values=self.unknown)
-        self.known, self._ran, self._owner = (np.pad(each, grow) for each in (self.known, self._ran, self._owner))
+        self.known, self.ran, self._owner = (np.pad(each, grow) for each in (self.known, self.ran, self._owner))
         self.reach = np.pad(self.reach, grow)
         self.policies = np.pad(self.policies, (grow, (0, 0)))
 
@@ -225,16 +236,26 @@ class CacheRows:
 
     def __init__(self, *, row_shape: tuple[int, ...], unknown: int) -> None:
         self._rows, self._unknown = np.full((0, *row_shape), unknown, np.uint8), unknown
+        self._pending = Deliveries()
 
     def write(self, cache_slots: np.ndarray, values: np.ndarray) -> None:
         """Stores [tokens, ...] values of the tokens written to these slots."""
-        self._cover(cache_slots)
-        self._rows[cache_slots] = values
+        self._pending.settle(wait=True)  # what earlier tokens ran in these slots must not come after
+        self._store(cache_slots, values)
+
+    def write_later(self, cache_slots: np.ndarray, values: Later) -> None:
+        """As `write`, when the device delivers them."""
+        self._pending.put(values, partial(self._store, cache_slots))
 
     def read(self, cache_slots: np.ndarray) -> np.ndarray:
-        """[tokens, ...] values, `unknown` where nothing was ever written."""
+        """[tokens, ...] values, `unknown` where nothing was ever written. Waits for what is pending."""
+        self._pending.settle(wait=True)
         self._cover(cache_slots)
         return self._rows[cache_slots]
+
+    def _store(self, cache_slots: np.ndarray, values: np.ndarray) -> None:
+        self._cover(cache_slots)
+        self._rows[cache_slots] = values
 
     def _cover(self, cache_slots: np.ndarray) -> None:
         missing = int(cache_slots.max(initial=-1)) + 1 - len(self._rows)

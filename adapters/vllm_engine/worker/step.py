@@ -54,17 +54,22 @@ class Step:
         self._builder = runner.attn_groups[0][0].get_metadata_builder()
         self._narrowed: tuple[int, Any, torch.Tensor] | None = None
 
-    def finish(self, values: np.ndarray) -> None:
-        """Records the trace value of every token of the step: [n, ...] integers that fit a byte."""
-        if self._cache_rows is not None:
-            self._cache_rows.write(self._host_cache_slots(self.request, self.position), values)
-            self._adopt_prefixes(self._cache_rows)
-        self._records.record(self.slots, self.position, values)
+    def finish(self, values: np.ndarray | torch.Tensor) -> None:
+        """Records the trace value of every token of the step, once.
 
-    def finish_later(self, values: torch.Tensor) -> None:
-        """As `finish`, of values [n] on the model's device: nobody waits for them now."""
-        assert self._cache_rows is None
-        self._records.record_later(self.slots, self.position, Later(values))
+        Args:
+            values: [n, ...] integers that fit a byte. A tensor's are stored when its device delivers them: nobody waits
+                for them now, but requests that begin behind a prefix which another one computed.
+        """
+        later = Later(values) if isinstance(values, torch.Tensor) else None
+        if (cache_rows := self._cache_rows) is not None:
+            cache_slots = self._host_cache_slots(self.request, self.position)
+            cache_rows.write(cache_slots, values) if later is None else cache_rows.write_later(cache_slots, later)
+            self._adopt_prefixes(cache_rows)
+        if later is None:
+            self._records.record(self.slots, self.position, values)
+        else:
+            self._records.record_later(self.slots, self.position, later)
 
     def place_handed_over(self, indices: Iterable[int]) -> None:
         """Puts what handed over prompts ran beside their keys and values, which another engine wrote into the cache."""
@@ -81,9 +86,9 @@ class Step:
 
         After this step's rows were written: vLLM lets a request find blocks that another one fills in the same step.
         """
-        known = self._records.known[self.request_slots]
-        for i in np.flatnonzero(self._first > known):
-            positions = np.arange(known[i], self._first[i])
+        ran = self._records.ran[self.request_slots]
+        for i in np.flatnonzero(self._first > ran):
+            positions = np.arange(ran[i], self._first[i])
             self._records.adopt(self.request_slots[i], cache_rows.read(self._host_cache_slots(i, positions)))
 
     def _host_cache_slots(self, request: Any, position: np.ndarray) -> np.ndarray:

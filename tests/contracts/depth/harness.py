@@ -198,14 +198,15 @@ def _count(core: Any, outcome: Outcome) -> None:
         return preempt(scheduler, *args, **kwargs)
 
     scheduler._preempt_request = counted
-    step = type(core.engine).step
+    client = core.engine.engine_core
+    get_output = type(client).get_output
 
-    def stepped() -> Any:
-        outputs = step(core.engine)
-        outcome.cached_tokens += sum(o.num_cached_tokens or 0 for o in outputs if o.finished)
-        return outputs
+    def counted_output() -> Any:
+        found = get_output(client)
+        outcome.cached_tokens += sum(o.prefill_stats.num_cached_tokens for o in found.outputs if o.prefill_stats)
+        return found
 
-    core.engine.step = stepped
+    client.get_output = counted_output
 
 
 def _generate(core: Any, work: list[dict[str, Any]], turn: str) -> list[Row]:

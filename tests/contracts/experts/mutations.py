@@ -63,7 +63,7 @@ def coin_without_cache_rows() -> None:
     from adapters.vllm_engine.worker.records import CacheRows
 
     coin()
-    CacheRows.write = lambda self, slots, values: None  # type: ignore[method-assign]
+    CacheRows.write_later = lambda self, slots, values: None  # type: ignore[method-assign]
 
 
 def coin_with_layers_exchanged() -> None:
@@ -72,4 +72,4 @@ def coin_with_layers_exchanged() -> None:
 
     coin()
     end = ExpertRouting.end
-    ExpertRouting.end = lambda self, n: end(self, n)[:, ::-1].copy()  # type: ignore[method-assign]
+    ExpertRouting.end = lambda self, n: end(self, n).flip(1)  # type: ignore[method-assign]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from adapters.vllm_engine.worker.records import Records
+from adapters.vllm_engine.worker.records import CacheRows, Records
 
 
 class Held:
     """A device that delivers when it is told to, or when somebody waits for it."""
 
-    def __init__(self, *values: int) -> None:
+    def __init__(self, *values: int | list[int]) -> None:
         self.values, self.is_here, self.waited = np.array(values, np.uint8), False, False
 
     def get(self) -> np.ndarray:
@@ -79,3 +79,39 @@ def test_what_runs_otherwise_than_recorded_is_still_an_error() -> None:
     wrong.is_here = True
     with pytest.raises(RuntimeError, match="position 1 ran as 3, its record says 2"):
         table.record_later(slots, np.array([1]), wrong)
+
+
+def test_a_cached_prefix_waits_for_the_step_that_computes_it() -> None:
+    """Two requests of one prompt in one step: the second one begins behind what the first one has not delivered yet."""
+    cache, table = CacheRows(row_shape=(2,), unknown=255), Records(policy_width=1, row_shape=(2,), unknown=255)
+    for name in ("first", "second"):
+        table.open(name, known=np.zeros((0, 2), np.uint8), capacity=4, reach=0, policy=(0.0,))
+    held, (one, two) = Held([1, 2], [3, 4], [5, 6]), table.slots(["first", "second"])
+    cache.write_later(np.array([32, 33, 34]), held)
+    assert not held.waited
+    table.adopt(two, cache.read(np.array([32, 33])))
+    assert held.waited
+    table.record_later(np.array([one, one, two]), np.array([0, 1, 2]), held)
+    held.is_here = True  # as it is when the last token of a request has come
+    assert table.take("second").trace == bytes([1, 2, 3, 4, 5, 6]) and table.take("first").trace == bytes([1, 2, 3, 4])
+
+
+def test_rows_of_a_slot_are_those_written_last() -> None:
+    """The values of the slot's last owner, whoever's arrive first."""
+    cache, old, new = CacheRows(row_shape=(), unknown=255), Held(1, 1, 1), Held(2)
+    cache.write_later(np.array([7, 8, 9]), old)
+    cache.write_later(np.array([8]), new)
+    new.is_here = True
+    assert cache.read(np.array([7, 8, 9])).tolist() == [1, 2, 1] and old.waited
+    cache.write_later(np.array([9]), Held(3))
+    cache.write(np.array([9]), np.array([4]))
+    assert cache.read(np.array([9])).tolist() == [4]
+
+
+def test_a_prefix_found_later_begins_behind_what_is_pending() -> None:
+    table, held = records("a"), Held(2)
+    slots = table.slots(["a"])
+    table.record_later(slots, np.array([1]), held)
+    assert table.ran[slots].tolist() == [2] and table.known[slots].tolist() == [1]
+    table.adopt(int(slots[0]), np.array([3, 4]))
+    assert held.waited and table.take("a").trace == bytes([4, 2, 3, 4])
