@@ -23,6 +23,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDisp
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from adapters.megatron import determinism
 from adapters.megatron.elementwise import gated_halves, is_fused, scaled_rows
 from adapters.megatron.gather import Gather
 from adapters.megatron.stacked import Stack
@@ -80,7 +81,8 @@ class Router(TopKRouter):
         else:
             replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
             replay.set_target_indices(experts)
-        probabilities, choice = self.routing(logits)
+        with determinism.not_needed():  # each probability has a place of its own
+            probabilities, choice = self.routing(logits)
         replay.clear_indices()
         return probabilities, choice, logits
 
@@ -171,7 +173,7 @@ class MoE(MegatronModule):
             out = self._run_here(x, choice, probabilities, chosen)
         else:
             out = self._run_dispatched(x, choice, probabilities)
-        return out, self._routed(logits[:num_real], choice[:num_real], chosen[:num_real], load)
+        return out, self._routed(logits[:num_real], chosen[:num_real], load)
 
     def _run_dispatched(self, x: Tensor, choice: Tensor, probabilities: Tensor) -> Tensor:
         dispatcher = self.dispatcher
@@ -190,17 +192,17 @@ class MoE(MegatronModule):
         weights = by_row(probabilities.gather(1, chosen).flatten())
         return kernels.collect(self.experts(kernels.spread(x, to), choice.sum(0), weights), to)
 
-    def _routed(self, logits: Tensor, choice: Tensor, chosen: Tensor, load: Tensor) -> Routed:
+    def _routed(self, logits: Tensor, chosen: Tensor, load: Tensor) -> Routed:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scores = logits.softmax(-1)
         top_k = self.config.moe_router_topk
         with torch.no_grad():
-            live = torch.zeros_like(choice).scatter_(1, scores.topk(top_k, -1).indices, True)
+            live = scores.topk(top_k, -1).indices
             entropy = torch.special.entr(scores).sum()
         return Routed(
             balance=(scores @ load.to(scores)).sum(),
             z=logits.logsumexp(-1).square().sum(),
             chosen=chosen,
-            agreed=(live & choice).sum(),
+            agreed=(live[:, :, None] == chosen[:, None]).sum(),
             entropy=entropy,
         )

@@ -10,13 +10,13 @@ heads, D head width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from adapters.megatron import determinism
 from adapters.megatron.attention_view import AttentionView, PackedPass
 from adapters.megatron.device_copy import to_device
 from adapters.megatron.gather import Gather
@@ -104,22 +104,9 @@ class _Flash(torch.autograd.Function):
         *inputs, cu_seqlens = ctx.saved_tensors
         sizes = cu_seqlens, cu_seqlens, ctx.longest, ctx.longest
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=grad.device), torch.empty(0, device=grad.device)
-        with _strictly_deterministic():
+        with determinism.strictly():
             grads = torch.ops.aten._flash_attention_backward(grad, *inputs, *sizes, 0.0, True, *no_dropout)
         return *grads, None, None
-
-
-@contextmanager
-def _strictly_deterministic() -> Iterator[None]:
-    """Where deterministic algorithms are on and only warn: not only warn."""
-    if not torch.is_deterministic_algorithms_warn_only_enabled():
-        yield
-        return
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def _gather(x: Tensor, gather: Gather | None) -> Tensor:
