@@ -248,6 +248,7 @@ class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
     manifest_digest: str
     num_bytes: int
     seconds: dict[str, float]
+    """Of phases that follow one another; which ones there are is the engine's own."""
 
 
 class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from typing import Any
 
@@ -136,13 +137,15 @@ def disaggregated(record: Record) -> Rows:
 
 
 def update_phases(record: Record) -> Rows:
-    """Seconds of each update's phases, as the driver reports them."""
-    phases = ("rollout", "train", "publish", "save")
+    """Seconds of each update's phases, as the driver reports them; those of a publication where the record has them."""
+    lines = record["results"]["metrics"]
+    parts = dict.fromkeys(name for line in lines for name in line if re.fullmatch("publish_.+_seconds", name))
+    phases = ["rollout", "train", "publish", *(name.removesuffix("_seconds") for name in parts), "save"]
     rows = []
-    for line in record["results"]["metrics"]:
+    for line in lines:
         times = [f"{line.get(f'{phase}_seconds', 0):.2f}" for phase in phases]
         rows.append([str(line["update"]), line.get("execution") or "", *times])
-    return ["update", "depth", *(f"{phase} s" for phase in phases)], rows
+    return ["update", "depth", *(f"{phase.replace('_', ' ')} s" for phase in phases)], rows
 
 
 def _short(name: str) -> str:

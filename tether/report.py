@@ -23,6 +23,8 @@ from tether.report_samples import samples_table
 from tether.run_directory import RunDirectory, read_json_lines
 
 SECONDS = "_seconds"
+PUBLISH = "publish_"
+"""What the phases of a publication begin with: they are parts of `publish_seconds`."""
 STYLE = """
 :root { --ink: #1d2530; --soft: #667080; --line: #dde2e8; --ground: #ffffff; }
 * { box-sizing: border-box; }
@@ -149,11 +151,12 @@ def rollouts(metrics: list[dict[str, Any]]) -> list[str]:
 
 def speed(metrics: list[dict[str, Any]]) -> list[str]:
     """Charts of where time goes."""
-    phases = [key for key in metrics[-1] if key.endswith(SECONDS)]
-    names = {key: key.removesuffix(SECONDS) for key in phases}
+    names = {key: key.removesuffix(SECONDS) for line in metrics for key in line if key.endswith(SECONDS)}
+    phases = {key: name for key, name in names.items() if not name.startswith(PUBLISH)}
+    parts = {key: name.removeprefix(PUBLISH).replace("_", " ") for key, name in names.items() if key not in phases}
     return [
-        bars(metrics, names, title="Seconds of an update"),
-        lines(metrics, {"publish_seconds": "seconds"}, title="Publication"),
+        bars(metrics, phases, title="Seconds of an update"),
+        lines(metrics, {"publish_seconds": "all of it", **parts}, title="Publication (seconds)"),
         lines(
             metrics,
             {"rollout_tokens_per_second": "generated", "train_tokens_per_second": "trained"},

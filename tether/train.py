@@ -164,7 +164,7 @@ def one_update(run: Run) -> dict[str, Any]:
     )
     run.state = replace(run.state, pending=run.rollouts.finish_ahead())
     clock.lap("wait_seconds")
-    publish(run)
+    metrics |= publish(run)
     clock.lap("publish_seconds")
     metrics |= from_rank_zero(lambda: held_out(run, update))
     clock.lap("evaluate_seconds")
@@ -188,21 +188,28 @@ def held_out(run: Run, update: int) -> dict[str, Any]:
     return with_restarts(engine, lambda: evaluate.held_out(engine, run.job, run.rollouts.judge, update))
 
 
-def publish(run: Run) -> None:
-    """Makes the engine serve the trainer's weights, as this update's version. All ranks gather them together."""
+def publish(run: Run) -> dict[str, float]:
+    """Makes the engine serve the trainer's weights, as this update's version. All ranks gather them together.
+
+    Returns:
+        Seconds of whichever phases the engine reports, named as metrics: `publish_write_seconds` and so on. A try that
+        failed is not among them.
+    """
     tensors = run.trainer.physical_tensors()
 
-    def to_engine() -> None:
+    def to_engine() -> dict[str, float]:
         engine = run.engine
         assert engine is not None
         try:
-            with_restarts(engine, lambda: engine.publish(run.state.version, tensors), again=engine.republish)
+            report = with_restarts(engine, lambda: engine.publish(run.state.version, tensors), again=engine.republish)
         finally:
             exhaust(tensors)
+        phases = report.seconds.items()
+        return {f"publish_{phase.replace(' ', '_')}_seconds": round(seconds, 6) for phase, seconds in phases}
 
     if rank() != 0:
         exhaust(tensors)
-    from_rank_zero(to_engine)
+    return from_rank_zero(to_engine)
 
 
 def export(run: Run) -> None:

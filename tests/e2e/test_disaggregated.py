@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ def test_two_updates_and_a_resumed_third_are_those_of_the_local_engine(tmp_path:
     finish(start(pd, "--updates", "3", "--resume", settings=PD), pd)
     assert_equal_runs(local, pd, update=3)
     assert samples(local) == samples(pd)
+    lines = read_lines(pd / "metrics.jsonl")
+    told = [{name for name in line if re.fullmatch("publish_.+_seconds", name)} for line in lines]
+    assert told == 3 * [{f"publish_{phase}_seconds" for phase in ("write", "stage", "prepare", "drain", "commit")}]
     travelled = [line.get("kv_bytes", 0) for path in (pd / "rollouts").iterdir() for line in read_lines(path)]
     assert min(travelled) > 0
     exported = [HFDirectory(out / "hf") for out in (local, pd)]

@@ -29,6 +29,7 @@ KEYS = {
     "num_tokens", "train_model_flops", "train_flops_per_second", "rollout_tokens_per_second", "rollout_seconds",
     "train_seconds", "publish_seconds", "save_seconds",
 }  # fmt: skip
+PUBLICATION = ("write", "stage", "prepare", "drain", "load", "read_back", "settle")
 ROLLOUT_KEYS = {
     "prompt_token_ids", "response_token_ids", "response", "logprobs", "exit_depths", "seed", "temperature",
     "weight_version", "reward", "advantage", "finish_reason",
@@ -84,6 +85,17 @@ def test_recipe_leaves_a_whole_run(continuous: tuple[Path, str]) -> None:
         assert len({sample["seed"] for sample in samples}) == 64
     assert [line.split(":")[0] for line in text.splitlines()[-3:]] == ["run", "resume", "export"]
     wait_until(lambda: not processes_of(out), seconds=30, what="the last process of a finished run")
+
+
+def test_a_publication_says_where_its_seconds_went(continuous: tuple[Path, str]) -> None:
+    """Every update has those of each phase beside all of them; none is counted twice."""
+    for line in read_lines(continuous[0] / "metrics.jsonl"):
+        phases = {name: line[name] for name in line if re.fullmatch("publish_.+_seconds", name)}
+        print(phases, line["publish_seconds"])
+        assert phases.keys() == {f"publish_{phase}_seconds" for phase in PUBLICATION}
+        assert min(phases.values()) >= 0 and phases["publish_write_seconds"] > 0
+        rounding = 0.5e-6 * (len(phases) + 1)  # each is told to the microsecond
+        assert sum(phases.values()) <= line["publish_seconds"] + rounding
 
 
 def test_objects_of_the_start_are_left_to_themselves(continuous: tuple[Path, str]) -> None:

@@ -147,6 +147,8 @@ def test_two_machines(two: tuple[Path, Path, Path], tmp_path: Path) -> None:
     processes = [launch(model, data, out, "--updates", "3", own=own, name=str(i)) for i, own in enumerate(nodes)]
     for i, process in enumerate(processes):
         ended(process, out, str(i))
+        log = (out / "logs" / f"trainer_rank{i}.log").read_text()
+        assert log.count("garbage collection leaves out") == 1, "every rank freezes its objects of the start"
     assert without_times(out) == without_times(want)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import record, tables
+from benchmarks.performance_tables import update_phases
 from benchmarks.rollout_limits import experts_read, limit
 from benchmarks.shapes import config_of
 
@@ -125,3 +126,15 @@ def test_table_of_a_part_that_was_not_reached(table: str, results: dict[str, obj
     about = {"command": "measure", "commit": "f" * 40, "date": "2026-11-30", "device": "1 x X", "complete": False}
     made = tables.TABLES[table]({**about, "results": results})
     assert made.startswith("Not in this record.") and "**incomplete**" in made
+
+
+def test_phases_of_updates_are_those_that_the_record_has() -> None:
+    """An older record says of a publication only how long it was; in a newer one an update may lack a phase."""
+    old = {"update": 1, "execution": "full", "rollout_seconds": 2.0, "publish_seconds": 0.5, "save_seconds": 0.25}
+    new = old | {"update": 2, "publish_write_seconds": 0.375, "publish_read_back_seconds": 0.125}
+    head, rows = update_phases({"results": {"metrics": [old]}})
+    assert head[2:] == ["rollout s", "train s", "publish s", "save s"]
+    assert rows[0][2:] == ["2.00", "0.00", "0.50", "0.25"]
+    head, rows = update_phases({"results": {"metrics": [old, new]}})
+    assert head[4:] == ["publish s", "publish write s", "publish read back s", "save s"]
+    assert [row[4:] for row in rows] == [["0.50", "0.00", "0.00", "0.25"], ["0.50", "0.38", "0.12", "0.25"]]

@@ -119,6 +119,16 @@ def test_page_is_one_file_and_says_what_the_run_says(run: RunDirectory) -> None:
     ]
 
 
+def test_seconds_of_a_publication_are_counted_once(run: RunDirectory) -> None:
+    """An update's column has its phases, publication whole; what a publication consists of has a chart of its own."""
+    run.append_metrics(metrics_line(1))
+    run.append_metrics(metrics_line(2, publish_write_seconds=0.06, publish_read_back_seconds=0.03))
+    charts = re.findall(r"<figure><figcaption><b>(.*?)</b>.*?<figcaption class=\"keys\">(.*?)</figcaption>", page(run))
+    keys = {title: [key.strip() for key in re.findall("</i>(.*?)</span>", text)] for title, text in charts}
+    assert keys["Seconds of an update"] == ["rollout", "train", "publish"]
+    assert keys["Publication (seconds)"] == ["all of it 0.1", "write 0.06", "read back 0.03"]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(chromium() is None, reason="no Chromium here")
 def test_page_opens_in_a_browser_at_both_widths(run: RunDirectory, tmp_path: Path) -> None:
