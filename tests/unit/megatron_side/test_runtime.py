@@ -21,7 +21,8 @@ def test_frozen_objects_are_those_of_the_start() -> None:
     try:
         kept, before = Cycle(), weakref.ref(Cycle())
         assert before() is not None and any(each is kept for each in gc.get_objects())
-        assert freeze_objects() == gc.get_freeze_count()
+        count = freeze_objects()
+        assert 0 < gc.get_freeze_count() <= count  # a frozen object that nobody refers to any more is gone
         assert before() is None and not any(each is kept for each in gc.get_objects())
         after = weakref.ref(Cycle())
         assert gc.collect() and after() is None
