@@ -28,6 +28,7 @@ CUDA = (
     ["difference"],
     ["full_size", "--model", "ouro-1.4b"],
     ["full_size", "--model", "ouro-1.4b", "--part", "one-slot"],
+    ["full_size", "--model", "ouro-1.4b", "--part", "updates"],
     ["full_size", "--model", "olmoe-1b-7b"],
 )
 TWO_DEVICES = (["full_size", "--model", "olmoe-1b-7b-ep2"],)

@@ -1,6 +1,6 @@
 """The recipe at a real shape with random weights, as a user would run it: updates, resume, export, verification.
 
-    python -m benchmarks.full_size --model ouro-1.4b   [--part recipe|one-slot|all] [--folder DIR ...]
+    python -m benchmarks.full_size --model ouro-1.4b   [--part recipe|one-slot|updates|all] [--folder DIR ...]
     python -m benchmarks.full_size --model olmoe-1b-7b                              (olmoe-1b-7b-ep2: two devices)
 
 recipe    GRPO updates by the driver; it is killed in the middle and a fresh process resumes; the export, verified; and
@@ -8,6 +8,7 @@ recipe    GRPO updates by the driver; it is killed in the middle and a fresh pro
           (`benchmarks.yardstick`).
 one-slot  two updates in one go against one and a resumed one, with one sample at a time in the engine: every stored
           tensor, every sample and every metric bitwise.
+updates   four updates and nothing beside them, for the time that their phases take; not among "all".
 
 Writes one JSON, after every step anew, so that what was measured stays if a later step fails; it is incomplete then.
 What it cannot say is anything about the real weights' behaviour. tiny-ouro and tiny-olmoe run the same on a CPU in
@@ -27,23 +28,23 @@ from pathlib import Path
 
 from benchmarks import record
 from benchmarks.full_size_plans import PLANS
-from benchmarks.full_size_steps import Steps, one_slot, recipe
+from benchmarks.full_size_steps import Steps, one_slot, recipe, updates
 from benchmarks.shapes import SHAPES
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(PLANS), default="ouro-1.4b")
-    parser.add_argument("--part", choices=["recipe", "one-slot", "all"], default="recipe")
+    parser.add_argument("--part", choices=["recipe", "one-slot", "updates", "all"], default="recipe")
     parser.add_argument("--folder", type=Path, nargs="+", default=[], help="the first one with room is used")
     parser.add_argument("--limit-seconds", type=float, default=500, help="all of it; what is not done then is an error")
-    parser.add_argument("--name", help="of the JSON; full_size_MODEL[_one_slot] if left out")
+    parser.add_argument("--name", help="of the JSON; full_size_MODEL[_one_slot or _updates] if left out")
     parser.add_argument("--commit", help="of a working tree without git")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="over the plan's settings")
     parser.add_argument("--no-record", action="store_true", help="print only; the working tree may differ from HEAD")
     arguments = parser.parse_args(argv)
     plan = PLANS[arguments.model]
-    suffix = "_one_slot" if arguments.part == "one-slot" else ""
+    suffix = {"one-slot": "_one_slot", "updates": "_updates"}.get(arguments.part, "")
     name = arguments.name or f"full_size_{arguments.model.replace('-', '_').replace('.', '_')}{suffix}"
     recording = record.Recording(
         name,
@@ -66,8 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             write=lambda results: recording.save(**results),
         )
         signal.signal(signal.SIGTERM, lambda *_: steps.stop())
-        for part, run in (("recipe", recipe), ("one-slot", one_slot)):
-            if arguments.part in (part, "all"):
+        for part, run in (("recipe", recipe), ("one-slot", one_slot), ("updates", updates)):
+            if arguments.part == part or (arguments.part == "all" and part != "updates"):
                 run(steps)
     print(json.dumps(steps.results, indent=1))
     print(f"failed: {steps.failed or 'none'}")

@@ -26,6 +26,9 @@ MAX_FACTOR, MEAN_FACTOR = 3, 2
 FEWEST_TOKENS = 64
 """Of a depth, for a verdict: the largest of a few errors says little."""
 
+NUM_QUIET = 4
+"""Updates whose phases are measured by themselves."""
+
 
 class Steps:
     """Results so far, written after every step.
@@ -172,6 +175,14 @@ def recipe(steps: Steps) -> None:
             beside.submit(steps, "verify", lambda: verify(steps, out))
     parts = [steps.results.pop(name) for name in list(steps.results) if name.startswith("yardstick ")]
     steps("yardstick", lambda: [row for part in parts if isinstance(part, list) for row in part])
+
+
+def updates(steps: Steps) -> None:
+    """A few updates of one process, and nothing beside them: what their phases take."""
+    out = steps.folder / "updates"
+    if steps("inputs", steps.inputs):
+        steps("process", lambda: steps.drive(out, NUM_QUIET, steps.plan.recipe))
+        steps("metrics", lambda: read_lines(out / "metrics.jsonl"))
 
 
 def verify(steps: Steps, out: Path) -> list[str]:

@@ -143,7 +143,7 @@ def update_phases(record: Record) -> Rows:
     phases = ["rollout", "train", "publish", *(name.removesuffix("_seconds") for name in parts), "save"]
     rows = []
     for line in lines:
-        times = [f"{line.get(f'{phase}_seconds', 0):.2f}" for phase in phases]
+        times = [f"{line.get(f'{p}_seconds', 0):.{3 if p.startswith('publish') else 2}f}" for p in phases]
         rows.append([str(line["update"]), line.get("execution") or "", *times])
     return ["update", "depth", *(f"{phase.replace('_', ' ')} s" for phase in phases)], rows
 

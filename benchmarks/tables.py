@@ -192,6 +192,7 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "memory_ouro_1_4b.engine": with_source(gpu_tables.engine_memory),
     "full_size_ouro_1_4b.differences": with_source(gpu_tables.differences),
     "full_size_ouro_1_4b.phases": with_source(performance_tables.update_phases),
+    "full_size_ouro_1_4b_updates.phases": with_source(performance_tables.update_phases),
     "full_size_olmoe_1b_7b.phases": with_source(performance_tables.update_phases),
 }
 

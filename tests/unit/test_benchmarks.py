@@ -134,7 +134,7 @@ def test_phases_of_updates_are_those_that_the_record_has() -> None:
     new = old | {"update": 2, "publish_write_seconds": 0.375, "publish_read_back_seconds": 0.125}
     head, rows = update_phases({"results": {"metrics": [old]}})
     assert head[2:] == ["rollout s", "train s", "publish s", "save s"]
-    assert rows[0][2:] == ["2.00", "0.00", "0.50", "0.25"]
+    assert rows[0][2:] == ["2.00", "0.00", "0.500", "0.25"]
     head, rows = update_phases({"results": {"metrics": [old, new]}})
     assert head[4:] == ["publish s", "publish write s", "publish read back s", "save s"]
-    assert [row[4:] for row in rows] == [["0.50", "0.00", "0.00", "0.25"], ["0.50", "0.38", "0.12", "0.25"]]
+    assert [row[4:] for row in rows] == [["0.500", "0.000", "0.000", "0.25"], ["0.500", "0.375", "0.125", "0.25"]]

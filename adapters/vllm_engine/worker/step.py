@@ -58,18 +58,14 @@ class Step:
         """Records the trace value of every token of the step, once.
 
         Args:
-            values: [n, ...] integers that fit a byte. A tensor's are stored when its device delivers them: nobody waits
-                for them now, but requests that begin behind a prefix which another one computed.
+            values: [n, ...] integers that fit a byte, which nobody changes any more. Those on a device are stored when
+                it delivers them: nobody waits for them now, but requests that begin behind a prefix of this step.
         """
-        later = Later(values) if isinstance(values, torch.Tensor) else None
-        if (cache_rows := self._cache_rows) is not None:
-            cache_slots = self._host_cache_slots(self.request, self.position)
-            cache_rows.write(cache_slots, values) if later is None else cache_rows.write_later(cache_slots, later)
-            self._adopt_prefixes(cache_rows)
-        if later is None:
-            self._records.record(self.slots, self.position, values)
-        else:
-            self._records.record_later(self.slots, self.position, later)
+        later = Later(torch.as_tensor(values))
+        if self._cache_rows is not None:
+            self._cache_rows.write_later(self._host_cache_slots(self.request, self.position), later)
+            self._adopt_prefixes(self._cache_rows)
+        self._records.record_later(self.slots, self.position, later)
 
     def place_handed_over(self, indices: Iterable[int]) -> None:
         """Puts what handed over prompts ran beside their keys and values, which another engine wrote into the cache."""
