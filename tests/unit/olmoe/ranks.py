@@ -34,10 +34,11 @@ def make_trainer(path: Path, *, load: bool = True, dtype: torch.dtype = torch.fl
     from providers.olmoe.config import OlmoeConfig
     from providers.olmoe.model import build
 
+    tokens = options.pop("tokens_per_microbatch", 40)
     directory = HFDirectory(path)
     model = build(OlmoeConfig.from_hf(directory.config), dtype=dtype, **options)
     schedule = OptimizerSettings(learning_rate=LEARNING_RATE, max_grad_norm=0.0)
-    trainer = Trainer(model, optimizer=schedule, tokens_per_microbatch=options.pop("tokens_per_microbatch", 40))
+    trainer = Trainer(model, optimizer=schedule, tokens_per_microbatch=tokens)
     if load:
         trainer.load_hf(directory)
     return trainer
