@@ -231,11 +231,12 @@ class Records:
 class CacheRows:
     """What the token in each slot of the KV cache ran, for requests that find their prefix in the cache.
 
-    A slot is rewritten whenever its key and value are, so a cached block and its rows always belong together.
+    A slot is rewritten whenever its key and value are, so a cached block and its rows always belong together. There is
+    a row for every slot from the start: a small part of what the cache itself takes.
     """
 
-    def __init__(self, *, row_shape: tuple[int, ...], unknown: int) -> None:
-        self._rows, self._unknown = np.full((0, *row_shape), unknown, np.uint8), unknown
+    def __init__(self, *, num_slots: int, row_shape: tuple[int, ...], unknown: int) -> None:
+        self._rows = np.full((num_slots, *row_shape), unknown, np.uint8)
         self._pending = Deliveries()
 
     def write(self, cache_slots: np.ndarray, values: np.ndarray) -> None:
@@ -250,18 +251,10 @@ class CacheRows:
     def read(self, cache_slots: np.ndarray) -> np.ndarray:
         """[tokens, ...] values, `unknown` where nothing was ever written. Waits for what is pending."""
         self._pending.settle(wait=True)
-        self._cover(cache_slots)
         return self._rows[cache_slots]
 
     def _store(self, cache_slots: np.ndarray, values: np.ndarray) -> None:
-        self._cover(cache_slots)
         self._rows[cache_slots] = values
-
-    def _cover(self, cache_slots: np.ndarray) -> None:
-        missing = int(cache_slots.max(initial=-1)) + 1 - len(self._rows)
-        if missing > 0:
-            rest = ((0, 0),) * (self._rows.ndim - 1)
-            self._rows = np.pad(self._rows, ((0, missing), *rest), constant_values=self._unknown)
 
 
 def _anywhere(flags: np.ndarray) -> np.ndarray:

@@ -39,8 +39,11 @@ class TetherWorker:
         layout = model.trace_layout
         shape, unknown = layout.row_shape, layout.unknown
         self.tether_records = Records(policy_width=model.policy_width, row_shape=shape, unknown=unknown)
-        is_seen_only = layout.prompt_value is None  # what a prompt runs
-        self._tether_cache_rows = CacheRows(row_shape=shape, unknown=unknown) if is_seen_only else None
+        self._tether_cache_rows: CacheRows | None = None
+        if layout.prompt_value is None:  # what a prompt runs is only seen by running it
+            cache = runner.kv_cache_config
+            num_slots = cache.num_blocks * cache.kv_cache_groups[0].kv_cache_spec.block_size
+            self._tether_cache_rows = CacheRows(num_slots=num_slots, row_shape=shape, unknown=unknown)
         config = self.vllm_config  # type: ignore[attr-defined]
         self.tether_weights = LiveWeights(runner=runner, vllm_config=config, staging=staging)
         self._hook_forward(runner, model)

@@ -83,7 +83,10 @@ def test_what_runs_otherwise_than_recorded_is_still_an_error() -> None:
 
 def test_a_cached_prefix_waits_for_the_step_that_computes_it() -> None:
     """Two requests of one prompt in one step: the second one begins behind what the first one has not delivered yet."""
-    cache, table = CacheRows(row_shape=(2,), unknown=255), Records(policy_width=1, row_shape=(2,), unknown=255)
+    cache, table = (
+        CacheRows(num_slots=1024, row_shape=(2,), unknown=255),
+        Records(policy_width=1, row_shape=(2,), unknown=255),
+    )
     for name in ("first", "second"):
         table.open(name, known=np.zeros((0, 2), np.uint8), capacity=4, reach=0, policy=(0.0,))
     held, (one, two) = Held([1, 2], [3, 4], [5, 6]), table.slots(["first", "second"])
@@ -98,7 +101,7 @@ def test_a_cached_prefix_waits_for_the_step_that_computes_it() -> None:
 
 def test_rows_of_a_slot_are_those_written_last() -> None:
     """The values of the slot's last owner, whoever's arrive first."""
-    cache, old, new = CacheRows(row_shape=(), unknown=255), Held(1, 1, 1), Held(2)
+    cache, old, new = CacheRows(num_slots=1024, row_shape=(), unknown=255), Held(1, 1, 1), Held(2)
     cache.write_later(np.array([7, 8, 9]), old)
     cache.write_later(np.array([8]), new)
     new.is_here = True

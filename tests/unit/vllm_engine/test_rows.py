@@ -46,7 +46,7 @@ def test_rows_are_recorded_and_bind() -> None:
 
 def test_a_cached_prefix_brings_its_rows() -> None:
     """What was written at a cache slot is what the next request there begins with; what nobody saw is refused."""
-    table, cache = records(), CacheRows(row_shape=LAYOUT.row_shape, unknown=LAYOUT.unknown)
+    table, cache = records(), CacheRows(num_slots=1024, row_shape=LAYOUT.row_shape, unknown=LAYOUT.unknown)
     cache.write(np.array([64, 65]), rows(3, 4))
     slot = int(table.slots(["a"])[0])
     table.adopt(slot, cache.read(np.array([64, 65])))
