@@ -47,14 +47,19 @@ def _speed(row: Record) -> list[str]:
 
 
 def rollout_steps(record: Record) -> Rows:
-    """One decode step under the profiler: what the clock says, how long kernels ran, and the largest of them."""
-    rows = []
-    for step in record["results"]["profiled_steps"]:
+    """One decode step: by the clock, in kernels, the largest of these, and the largest of the host where recorded."""
+    rows, steps = [], record["results"]["profiled_steps"]
+    has_host = any("host" in step for step in steps)
+    for step in steps:
         count = step["steps"]
         top = "; ".join(f"{_short(k['name'])} {k['ms'] / count:.1f}" for k in step["top"][:4])
         busy = step["kernels_ms"] / count
-        rows.append([step["policy"], str(step["requests"]), f"{step['ms_per_step']:.1f}", f"{busy:.1f}", top])
-    return ["depth", "requests", "ms a step", "kernels ms", "largest kernels, ms a step"], rows
+        row = [step["policy"], str(step["requests"]), f"{step['ms_per_step']:.1f}", f"{busy:.1f}", top]
+        if has_host:
+            row.append("; ".join(f"`{f['name']}` {f['ms'] / count:.1f}" for f in step.get("host", [])[:4]))
+        rows.append(row)
+    head = ["depth", "requests", "ms a step", "kernels ms", "largest kernels, ms a step"]
+    return [*head, *(["largest of the host, ms a step"] if has_host else [])], rows
 
 
 def train_replay(record: Record) -> Rows:

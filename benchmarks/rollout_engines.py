@@ -75,7 +75,7 @@ def depths_of(request_id: str, trace: Trace | None, response: int) -> list[int]:
 
 
 def profile(model: Path, cases: list[Case]) -> Iterator[dict[str, Any]]:
-    """Decode steps of an engine in this process, once timed by the clock and once under the profiler."""
+    """Decode steps of an engine in this process: by the clock, under the profiler of kernels, and under Python's."""
     from adapters.vllm_engine.process.core import Core
 
     core, version = Core(settings_of(model, PROFILE, max(case[1] for case in cases))), Version(0, 0)
@@ -90,7 +90,7 @@ def profile(model: Path, cases: list[Case]) -> Iterator[dict[str, Any]]:
         for _ in range(response // 2):
             core.step(version)
         step_ms = 1e3 / STEPS * measure.seconds(steps, repeats=3)["median"]
-        kernels = measure.top_kernels(steps)
-        yield {"policy": policy, "requests": count, "steps": STEPS, "ms_per_step": step_ms, **kernels}
+        kernels, host = measure.top_kernels(steps), measure.top_functions(steps)
+        yield {"policy": policy, "requests": count, "steps": STEPS, "ms_per_step": step_ms, **kernels, "host": host}
         core.abort_all(version)
     core.close()

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import record, tables
-from benchmarks.performance_tables import update_phases
+from benchmarks import measure, record, tables
+from benchmarks.performance_tables import rollout_steps, update_phases
 from benchmarks.rollout_limits import experts_read, limit
 from benchmarks.shapes import config_of
 
@@ -138,3 +138,20 @@ def test_phases_of_updates_are_those_that_the_record_has() -> None:
     head, rows = update_phases({"results": {"metrics": [old, new]}})
     assert head[4:] == ["publish s", "publish write s", "publish read back s", "save s"]
     assert [row[4:] for row in rows] == [["0.500", "0.000", "0.000", "0.25"], ["0.500", "0.375", "0.125", "0.25"]]
+
+
+def test_what_the_host_spends_a_step_on() -> None:
+    """The function that takes the time comes first, with its calls; a record without the host's part has no column."""
+
+    def busy() -> int:
+        return sum(i * i for i in range(1000))
+
+    found = measure.top_functions(lambda: [busy() for _ in range(100)], count=2)
+    assert "<genexpr>" in found[0]["name"] and "test_benchmarks.py" in found[0]["name"]
+    assert found[0]["calls"] == 100 * 1001 and found[0]["ms"] > found[1]["ms"] > 0
+    step = {"policy": "full", "requests": 1, "steps": 2, "ms_per_step": 3.0, "kernels_ms": 2.0}
+    step["top"] = [{"name": "void work<int>(int)", "ms": 1.0}]
+    head, rows = rollout_steps({"results": {"profiled_steps": [step]}})
+    assert len(head) == len(rows[0]) == 5
+    head, rows = rollout_steps({"results": {"profiled_steps": [step | {"host": found[:1]}]}})
+    assert head[-1].startswith("largest of the host") and f"`{found[0]['name']}` " in rows[0][-1]
