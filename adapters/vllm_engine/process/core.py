@@ -139,7 +139,7 @@ class Core:
         finished = []
         for output in self.engine.engine_core.get_output().outputs:
             if (running := self._running.get(output.request_id)) is None:
-                continue  # aborted while its last step was under way
+                continue  # of a request that ended here already
             running.extend(output)
             if output.finished:
                 finished.append((running, str(output.finish_reason)))
@@ -154,8 +154,9 @@ class Core:
         return [(running.request.request_id, num_bytes) for running, num_bytes in found.items()]
 
     def abort(self, request_ids: Sequence[str], version: Version) -> list[Outcome]:
-        """Ends requests with what they have; ids that are not running are ignored."""
-        ended = [self._running[self._internal_ids[r]] for r in request_ids if r in self._internal_ids]
+        """Ends requests with what they have, each once; ids that are not running are ignored."""
+        known = [r for r in dict.fromkeys(request_ids) if r in self._internal_ids]
+        ended = [self._running[self._internal_ids[r]] for r in known]
         self.engine.engine_core.abort_requests([r.internal_id for r in ended])
         return self._finish([(r, "abort") for r in ended], version)
 

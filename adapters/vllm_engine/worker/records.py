@@ -59,10 +59,14 @@ class Deliveries:
         self.settle(wait=False)
 
     def settle(self, *, wait: bool) -> None:
-        """Stores what is here, step by step, up to the first that is not; or waits for all of it."""
+        """Stores what is here, step by step, up to the first that is not; or waits for all of it.
+
+        What `store` raises, it raises again at the next call: nothing is stored behind it.
+        """
         while self._queue and (wait or self._queue[0][0].is_here):
-            values, store = self._queue.popleft()
+            values, store = self._queue[0]
             store(values.get())
+            self._queue.popleft()  # not before: what could not be stored is an error at every call, not a gap
 
 
 class Records:
@@ -166,7 +170,7 @@ class Records:
         self._pending.put(values, store)
 
     def record(self, slots: np.ndarray, positions: np.ndarray, values: np.ndarray) -> None:
-        """Stores what ran. Raises RuntimeError if a recorded token ran otherwise, or a position was skipped."""
+        """Stores what ran. Raises RuntimeError if a recorded token ran otherwise."""
         recorded = self._known_values(slots, positions)
         differs = (recorded != self.unknown) & (recorded != values)
         if (wrong := np.flatnonzero(_anywhere(differs))).size:
@@ -186,10 +190,10 @@ class Records:
 
     def close(self, request_id: str) -> None:
         """The request left the batch for good: its record waits to be taken, and expires."""
+        self._pending.settle(wait=False)  # what its tokens ran is here, for its last token is
         slot = self._slots.pop(request_id, None)
         if slot is None:
             return
-        self._pending.settle(wait=False)  # what its tokens ran is here, for its last token is
         self._owner[slot] += 1
         scores = tuple(self._scores.pop(slot, np.zeros(0, np.float32)).tolist())
         self._orders.pop(slot, None)

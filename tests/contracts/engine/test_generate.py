@@ -124,7 +124,7 @@ def test_abort_keeps_what_there_is(engine: Any) -> None:
     for result in engine.generate([*long, *short]):
         results[result.request_id] = result
         if result.request_id == "short-0":
-            engine.abort(["long-0", "never-existed"])
+            engine.abort(["long-0", "never-existed", "long-0"])
     aborted, finished = results["long-0"], results["long-1"]
     assert aborted.finish_reason == "abort" and aborted.seed == 0
     count = len(aborted.token_ids)

@@ -1,4 +1,4 @@
-"""What is changed in an engine process: routers that choose by chance, and mechanisms taken away.
+"""What is changed in an engine process: routers that choose by chance, late deliveries, and mechanisms taken away.
 
 Routers that choose by chance, never the same twice, are the hard case: a recomputed token, a cached prefix or a scored
 sequence can agree with the record only by following it.
@@ -31,6 +31,46 @@ def coin() -> None:
         force(self, router, layer)
 
     ExpertRouting._force = forced  # type: ignore[method-assign]
+
+
+def coin_delivered_late() -> None:
+    """What tokens ran comes two steps later, or when somebody waits: as on a device, with the host a step ahead."""
+    from adapters.vllm_engine.worker import step
+    from adapters.vllm_engine.worker.records import Records
+
+    class Late:
+        def __init__(self, values: torch.Tensor) -> None:
+            self._values, self.is_here = values.to(torch.uint8), False
+            under_way.append(self)
+            arrive(under_way[:-2])
+
+        def get(self) -> np.ndarray:
+            arrive(under_way[: under_way.index(self) + 1] if self in under_way else [])
+            return self._values.numpy()
+
+    under_way: list[Late] = []
+
+    def arrive(values: list[Late]) -> None:
+        for each in values:
+            each.is_here = True
+            under_way.remove(each)
+
+    def closed(self: Any, request_id: str) -> None:
+        arrive(under_way[:])  # the request's last token has come, and with it what ran before
+        close(self, request_id)
+
+    coin()
+    close = Records.close
+    step.Later, Records.close = Late, closed  # type: ignore[assignment, method-assign, misc]
+
+
+def late_without_waiting() -> None:
+    """What is needed and has not come is taken for something that never ran."""
+    from adapters.vllm_engine.worker.records import Deliveries
+
+    coin_delivered_late()
+    settle = Deliveries.settle
+    Deliveries.settle = lambda self, *, wait: settle(self, wait=False)  # type: ignore[method-assign]
 
 
 def coin_without_replay() -> None:

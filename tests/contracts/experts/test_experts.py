@@ -75,7 +75,7 @@ def plain(tiny_olmoe: Path) -> Outcome:
 
 @pytest.fixture(scope="module")
 def by_chance(tiny_olmoe: Path) -> Outcome:
-    return made(rollouts(tiny_olmoe, "all", (FULL,), repeat=True, mutation=f"{MUTATIONS}:coin"))
+    return made(rollouts(tiny_olmoe, "all", (FULL,), repeat=True, mutation=f"{MUTATIONS}:coin_delivered_late"))
 
 
 def test_captured_experts_are_those_of_the_model(plain: Outcome, oracle: Any) -> None:
@@ -102,14 +102,24 @@ def test_engines_agree(plain: Outcome, tiny_olmoe: Path, oracle: Any, engine: st
 
 
 def test_records_are_followed_and_cached_prefixes_keep_theirs(by_chance: Outcome, oracle: Any) -> None:
-    """With routers that choose by chance, in the engine that chunks, caches and preempts: the trace is what ran."""
+    """With routers that choose by chance, in the engine that chunks, caches and preempts, where what ran is told later
+    than it is asked for: the trace is what ran."""
     assert by_chance.preempted > 0 and by_chance.cached_tokens > 0
     off = check(by_chance.rows, oracle)
     print(f"preempted {by_chance.preempted}, cached {by_chance.cached_tokens}, {summary(off)}")
 
 
+@pytest.mark.slow
+def test_prefixes_that_have_not_come_are_waited_for(tiny_olmoe: Path, oracle: Any) -> None:
+    """Prefixes that are found in the step that computes them, as late as above."""
+    outcome = made(rollouts(tiny_olmoe, "wide", (FULL,), repeat=True, mutation=f"{MUTATIONS}:coin_delivered_late"))
+    assert outcome.cached_tokens > 0
+    print(f"cached {outcome.cached_tokens}, {summary(check(outcome.rows, oracle))}")
+
+
 CATCH = {
     "coin_without_replay": "all",
+    "late_without_waiting": "wide",
     "coin_with_rows_of_other_slots": "cache",
     "coin_without_cache_rows": "cache",
     "coin_with_layers_exchanged": "plain",

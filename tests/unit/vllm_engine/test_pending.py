@@ -77,8 +77,12 @@ def test_what_runs_otherwise_than_recorded_is_still_an_error() -> None:
     slots = table.slots(["a"])
     table.record(slots, np.array([1]), np.array([2]))
     wrong.is_here = True
-    with pytest.raises(RuntimeError, match="position 1 ran as 3, its record says 2"):
+    differs = pytest.raises(RuntimeError, match="position 1 ran as 3, its record says 2")
+    with differs:
         table.record_later(slots, np.array([1]), wrong)
+    for act in (lambda: table.recorded(slots, np.array([0])), lambda: table.take("a"), lambda: table.take("a")):
+        with differs:  # and whoever goes on is told again, instead of getting rows behind a gap
+            act()
 
 
 def test_a_cached_prefix_waits_for_the_step_that_computes_it() -> None:
