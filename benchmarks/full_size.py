@@ -31,11 +31,14 @@ from benchmarks.full_size_plans import PLANS
 from benchmarks.full_size_steps import Steps, one_slot, recipe, updates
 from benchmarks.shapes import SHAPES
 
+PARTS = {"recipe": recipe, "one-slot": one_slot, "updates": updates}
+ALL = ("recipe", "one-slot")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(PLANS), default="ouro-1.4b")
-    parser.add_argument("--part", choices=["recipe", "one-slot", "updates", "all"], default="recipe")
+    parser.add_argument("--part", choices=[*PARTS, "all"], default="recipe")
     parser.add_argument("--folder", type=Path, nargs="+", default=[], help="the first one with room is used")
     parser.add_argument("--limit-seconds", type=float, default=500, help="all of it; what is not done then is an error")
     parser.add_argument("--name", help="of the JSON; full_size_MODEL[_one_slot or _updates] if left out")
@@ -44,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-record", action="store_true", help="print only; the working tree may differ from HEAD")
     arguments = parser.parse_args(argv)
     plan = PLANS[arguments.model]
-    suffix = {"one-slot": "_one_slot", "updates": "_updates"}.get(arguments.part, "")
+    suffix = "" if arguments.part in ("recipe", "all") else f"_{arguments.part.replace('-', '_')}"
     name = arguments.name or f"full_size_{arguments.model.replace('-', '_').replace('.', '_')}{suffix}"
     recording = record.Recording(
         name,
@@ -67,9 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             write=lambda results: recording.save(**results),
         )
         signal.signal(signal.SIGTERM, lambda *_: steps.stop())
-        for part, run in (("recipe", recipe), ("one-slot", one_slot), ("updates", updates)):
-            if arguments.part == part or (arguments.part == "all" and part != "updates"):
-                run(steps)
+        for part in ALL if arguments.part == "all" else [arguments.part]:
+            PARTS[part](steps)
     print(json.dumps(steps.results, indent=1))
     print(f"failed: {steps.failed or 'none'}")
     if not steps.failed:

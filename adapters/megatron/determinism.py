@@ -14,7 +14,8 @@ OFF, WARNS, STRICT = 0, 1, 2
 @contextmanager
 def strictly() -> Iterator[None]:
     """Where an operation without a fixed order only warns: such operators keep one, if they can, or raise."""
-    with _mode(STRICT if torch.get_deterministic_debug_mode() == WARNS else None):
+    now = torch.get_deterministic_debug_mode()
+    with _mode(STRICT if now == WARNS else now):
         yield
 
 
@@ -29,10 +30,9 @@ def not_needed() -> Iterator[None]:
 
 
 @contextmanager
-def _mode(mode: int | None) -> Iterator[None]:
+def _mode(mode: int) -> Iterator[None]:
     before = torch.get_deterministic_debug_mode()
-    if mode is not None:
-        torch.set_deterministic_debug_mode(mode)
+    torch.set_deterministic_debug_mode(mode)
     try:
         yield
     finally:

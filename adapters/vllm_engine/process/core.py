@@ -148,10 +148,10 @@ class Core:
     def take_arrivals(self) -> list[tuple[str, int]]:
         """(request, bytes) of the handed over prompts whose keys and values came since the last call."""
         arrived = self.transfers.take_arrived() if self.transfers else {}
-        found = {self._running[i]: num_bytes for i, num_bytes in arrived.items() if i in self._running}
-        for running, num_bytes in found.items():
+        found = [(self._running[i], num_bytes) for i, num_bytes in arrived.items() if i in self._running]
+        for running, num_bytes in found:
             running.num_bytes = num_bytes
-        return [(running.request.request_id, num_bytes) for running, num_bytes in found.items()]
+        return [(running.request.request_id, num_bytes) for running, num_bytes in found]
 
     def abort(self, request_ids: Sequence[str], version: Version) -> list[Outcome]:
         """Ends requests with what they have, each once; ids that are not running are ignored."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import weakref
+from dataclasses import fields
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -125,3 +127,16 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "kv_cache_bytes can be up to" in capsys.readouterr().out
     assert memory.main([str(tmp_path / "nowhere")]) == 2
     assert "no config.json here" in capsys.readouterr().err
+
+
+def test_sizes_that_are_written_twice_are_equal() -> None:
+    """The estimate imports neither torch nor an engine, so it has their constants of its own."""
+    from adapters.vllm_engine.memory import buckets
+    from adapters.vllm_engine.settings import EngineSettings
+    from providers.olmoe import model as olmoe
+    from providers.ouro import model as ouro
+
+    (step,) = (f.default for f in fields(EngineSettings) if f.name == "max_num_batched_tokens")
+    assert (footprint.BUCKET_BYTES, footprint.STEP_TOKENS) == (buckets.BUCKET_BYTES, step)
+    for build in (olmoe.build, ouro.build):
+        assert signature(build).parameters["logprob_chunk_rows"].default == footprint.CHUNK_ROWS

@@ -87,10 +87,8 @@ def test_what_runs_otherwise_than_recorded_is_still_an_error() -> None:
 
 def test_a_cached_prefix_waits_for_the_step_that_computes_it() -> None:
     """Two requests of one prompt in one step: the second one begins behind what the first one has not delivered yet."""
-    cache, table = (
-        CacheRows(num_slots=1024, row_shape=(2,), unknown=255),
-        Records(policy_width=1, row_shape=(2,), unknown=255),
-    )
+    cache = CacheRows(num_slots=1024, row_shape=(2,), unknown=255)
+    table = Records(policy_width=1, row_shape=(2,), unknown=255)
     for name in ("first", "second"):
         table.open(name, known=np.zeros((0, 2), np.uint8), capacity=4, reach=0, policy=(0.0,))
     held, (one, two) = Held([1, 2], [3, 4], [5, 6]), table.slots(["first", "second"])
